@@ -1,0 +1,3 @@
+"""Prometheus exporter for speculative decoding in SGLang."""
+
+__version__ = "0.1.0"

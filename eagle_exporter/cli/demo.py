@@ -1,0 +1,572 @@
+"""``eagle-exporter demo``: the real SGLang with EAGLE-3 and the exporter, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import urllib.parse
+import urllib.request
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle_exporter.demo.child import SupervisedChild, log_tail
+from eagle_exporter.demo.models import build_pair
+from eagle_exporter.demo.sglang_server import ServerError, SGLangServer
+from eagle_exporter.demo.traffic import Traffic, TrafficCounts
+from eagle_exporter.settings import DEFAULT_DIRECTORY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import FrameType
+
+    from prometheus_client.samples import Sample
+
+_SERVER_NAME = "demo"
+_LINE_SECONDS_WITHOUT_TERMINAL = 5.0
+_METRICS_START_SECONDS = 30.0
+_PROMETHEUS_START_SECONDS = 30.0
+# The order of design and dashboards, not of size: the eye finds a phase in the same place every second.
+_PHASES = ("draft_steps", "target_verify", "draft_extend", "verify_overhead", "kv_cache", "other")
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message says why and what to do."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Add the command to the parser of ``eagle-exporter``."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="run the real SGLang with EAGLE-3 and the exporter on this machine's CPU",
+        description="Starts an unmodified SGLang server on the CPU with a tiny EAGLE-3 model pair and this "
+        "exporter's plugin, sends traffic, and shows the live cycle breakdown. Ctrl-C ends it.",
+    )
+    parser.add_argument(
+        "--duration",
+        type=_positive,
+        metavar="SECONDS",
+        help="end after this time of traffic (default: Ctrl-C)",
+    )
+    parser.add_argument("--port", type=int, default=30000, help="SGLang's port (default: %(default)s)")
+    parser.add_argument(
+        "--listen",
+        default="127.0.0.1:10077",
+        metavar="HOST:PORT",
+        help="where the exporter serves /metrics (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--prometheus",
+        default="auto",
+        metavar="PATH|auto|none",
+        help="Prometheus server to start as well (default: %(default)s, the one on PATH or in the cache)",
+    )
+    parser.add_argument(
+        "--prometheus-port", type=int, default=9090, metavar="PORT", help="its port (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="--speculative-num-steps (default: %(default)s)")
+    parser.add_argument("--topk", type=int, default=1, help="--speculative-eagle-topk (default: %(default)s)")
+    parser.add_argument(
+        "--draft-tokens", type=int, help="--speculative-num-draft-tokens (default: steps + 1; 8 for a tree)"
+    )
+    parser.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="the overlap event loop, SGLang's default on a GPU (default: the normal loop, its default here)",
+    )
+    parser.add_argument(
+        "--tp", type=int, default=1, metavar="RANKS", help="tensor parallel ranks (default: 1)"
+    )
+    parser.add_argument("--clients", type=int, default=6, help="concurrent requests (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the traffic (default: %(default)s)")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        help="for models and logs (default: ~/.cache/eagle-exporter, EAGLE_EXPORTER_CACHE)",
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo; returns the exit code.
+
+    0: it ended as asked, metrics were seen and no request failed. 1: something failed. 2: it could not start
+    with these options. 130: interrupted before ``--duration`` was over.
+    """
+    stop = threading.Event()
+
+    def request_stop(_number: int, _frame: FrameType | None) -> None:
+        if stop.is_set():  # asked twice: leave whatever is being waited for
+            raise KeyboardInterrupt
+        stop.set()
+
+    previous = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    display = _Display()
+    try:
+        return _Demo(args, stop, display).run()
+    except DemoError as error:
+        display.end()
+        print(f"eagle-exporter demo: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        display.end()
+        return EXIT_INTERRUPTED
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class _Display:
+    """A status that is rewritten in place on a terminal; elsewhere lines, at most one every few seconds."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdout.isatty()
+        self._open_lines = 0
+        self._last = -float("inf")
+
+    def say(self, text: str) -> None:
+        self.end()
+        print(text, flush=True)
+
+    def update(self, text: str) -> bool:
+        """Show a status, or leave it out (False) where that would fill a log.
+
+        A narrow terminal gets it in several lines, broken at the `` | `` between its parts.
+        """
+        if self._terminal:
+            lines = _wrap(text.split(" | "), shutil.get_terminal_size().columns - 1)
+            up = f"\x1b[{self._open_lines - 1}A" if self._open_lines > 1 else ""
+            print(f"\r{up}\x1b[J" + "\n".join(lines), end="", flush=True)
+            self._open_lines = len(lines)
+            return True
+        if time.monotonic() - self._last >= _LINE_SECONDS_WITHOUT_TERMINAL - 0.5:
+            self._last = time.monotonic()
+            print(text, flush=True)
+            return True
+        return False
+
+    def end(self) -> None:
+        if self._open_lines:
+            print(flush=True)
+        self._open_lines = 0
+
+
+def _wrap(parts: list[str], width: int) -> list[str]:
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) + 3 <= width:
+            lines[-1] += f" | {part}"
+        else:
+            lines.append(part)
+    return [line[:width] for line in lines]
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """The counters of one scrape that the breakdown needs, summed over ranks."""
+
+    when: float = 0.0
+    cycles: float = 0.0
+    cycle_seconds: float = 0.0
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    drafts: float = 0.0
+    accepted_tokens: float = 0.0
+    output_tokens: float = 0.0
+    ranks_up: float = 0.0
+
+
+def read_metrics(text: str, server: str, when: float) -> _Reading:
+    """Sum up the samples of ``server`` in an exposition in Prometheus' text format, scraped at ``when``.
+
+    Raises:
+        ValueError: the text is not in that format.
+
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    totals: dict[str, float] = {}
+    phases = dict.fromkeys(_PHASES, 0.0)
+    samples: Iterable[Sample] = (
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    )
+    for sample in samples:
+        if sample.labels.get("server") != server:
+            continue
+        if sample.name == "eagle_phase_duration_seconds_sum":
+            phase = sample.labels["phase"]
+            phases[phase] = phases.get(phase, 0.0) + sample.value
+        else:
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return _Reading(
+        when=when,
+        cycles=totals.get("eagle_cycle_duration_seconds_count", 0.0),
+        cycle_seconds=totals.get("eagle_cycle_duration_seconds_sum", 0.0),
+        phase_seconds=phases,
+        drafts=totals.get("eagle_drafts_total", 0.0),
+        accepted_tokens=totals.get("eagle_accepted_tokens_total", 0.0),
+        output_tokens=totals.get("eagle_output_tokens_total", 0.0),
+        ranks_up=totals.get("eagle_rank_up", 0.0),
+    )
+
+
+def breakdown(before: _Reading, after: _Reading) -> str:
+    """The cycle between two scrapes in one line."""
+    cycles = after.cycles - before.cycles
+    seconds = after.cycle_seconds - before.cycle_seconds
+    if cycles <= 0 or seconds <= 0:
+        return "no decode cycle since the last scrape"
+    parts = [f"cycle {1000 * seconds / cycles:.2f} ms"]
+    for phase, total in after.phase_seconds.items():
+        share = (total - before.phase_seconds.get(phase, 0.0)) / seconds
+        parts.append(f"{phase} {100 * share:.1f} %")
+    drafts = after.drafts - before.drafts
+    if drafts > 0:
+        parts.append(f"accept length {1 + (after.accepted_tokens - before.accepted_tokens) / drafts:.2f}")
+    parts.append(f"{(after.output_tokens - before.output_tokens) / (after.when - before.when):.0f} tok/s")
+    return " | ".join(parts)
+
+
+class _Demo:
+    def __init__(self, args: argparse.Namespace, stop: threading.Event, display: _Display) -> None:
+        self._args = args
+        self._stop = stop
+        self._display = display
+        self._listen_host, self._listen_port = _host_and_port(args.listen)
+        self._server_name = os.environ.get("EAGLE_EXPORTER_SERVER", _SERVER_NAME)
+        cache: Path = args.cache or default_cache()
+        self._directory = cache / "demo"
+        self._metrics_url = f"http://{_connect_host(self._listen_host)}:{self._listen_port}/metrics"
+
+    def run(self) -> int:
+        args = self._args
+        if importlib.util.find_spec("sglang") is None:
+            raise DemoError(
+                f"sglang cannot be imported by {sys.executable}. `make demo` in a checkout of eagle-exporter "
+                "installs everything that the demo needs and runs it.",
+                EXIT_USAGE,
+            )
+        _check_port("127.0.0.1", args.port, "--port", "SGLang")
+        _check_port(self._listen_host, self._listen_port, "--listen", "the exporter")
+        prometheus = find_prometheus(args.prometheus)
+        if prometheus is not None:
+            _check_port("127.0.0.1", args.prometheus_port, "--prometheus-port", "Prometheus")
+
+        with ExitStack() as stack:
+            server = self._start_sglang(stack)
+            if server is None:
+                return EXIT_INTERRUPTED
+            self._await_metrics(server)
+            if prometheus is not None:
+                self._start_prometheus(stack, prometheus)
+            self._print_urls(server, prometheus is not None)
+            traffic = Traffic(server, clients=args.clients, seed=args.seed)
+            traffic.start()
+            stack.callback(traffic.stop, 0.0)
+            first, last = self._watch(server)
+            counts = traffic.stop()
+            prometheus_up = self._prometheus_up() if prometheus is not None else None
+            self._display.say("Stopping.")
+        return self._conclude(first, last, counts, prometheus_up)
+
+    # The pieces
+
+    def _start_sglang(self, stack: ExitStack) -> SGLangServer | None:
+        args = self._args
+        draft_tokens = args.draft_tokens
+        if draft_tokens is None:
+            draft_tokens = args.steps + 1 if args.topk == 1 else 8
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            pair = build_pair(self._directory / "model-pair")
+            log_file = self._directory / f"sglang-{args.port}.log"
+            log_file.write_bytes(b"")
+        except OSError as error:
+            raise DemoError(f"cannot write to {self._directory}: {error}; choose another --cache") from error
+        # The registry where `doctor` and others look for it, and whatever the user has set.
+        environment = {"EAGLE_EXPORTER_DIR": str(DEFAULT_DIRECTORY)}
+        environment |= {
+            name: value for name, value in os.environ.items() if name.startswith("EAGLE_EXPORTER_")
+        }
+        environment |= {"EAGLE_EXPORTER_LISTEN": args.listen, "EAGLE_EXPORTER_SERVER": self._server_name}
+        server = self._server(pair.target.parent, draft_tokens, log_file, environment)
+        stack.callback(server.stop)
+        self._display.say(f"SGLang with EAGLE-3 is starting (log: {log_file})")
+        try:
+            server.launch()
+            started = time.monotonic()
+            ready = _Background(server.wait_ready)
+            while not ready.wait(1.0):
+                if self._stop.is_set():
+                    return None
+                self._display.update(f"  ... {time.monotonic() - started:.0f} s (usually 15 to 30 s)")
+            ready.result()
+        except ServerError as error:
+            raise DemoError(str(error)) from error
+        self._display.say(f"SGLang is ready after {time.monotonic() - started:.0f} s")
+        return server
+
+    def _server(
+        self, pair: Path, draft_tokens: int, log_file: Path, environment: dict[str, str]
+    ) -> SGLangServer:
+        args = self._args
+        return SGLangServer(
+            pair,
+            port=args.port,
+            num_steps=args.steps,
+            topk=args.topk,
+            num_draft_tokens=draft_tokens,
+            overlap=args.overlap,
+            tensor_parallel=args.tp,
+            enable_metrics=True,
+            extra_env=environment,
+            log_file=log_file,
+        )
+
+    def _scrape(self) -> _Reading:
+        with urllib.request.urlopen(self._metrics_url, timeout=5.0) as response:  # noqa: S310
+            return read_metrics(response.read().decode(), self._server_name, time.monotonic())
+
+    def _await_metrics(self, server: SGLangServer) -> None:
+        deadline = time.monotonic() + _METRICS_START_SECONDS
+        problem = "nothing answered"
+        while time.monotonic() < deadline and not self._stop.is_set():
+            try:
+                if self._scrape().ranks_up > 0:
+                    return
+                problem = f"there is no series of the server {self._server_name!r} yet"
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                problem = str(error)
+            self._stop.wait(0.2)
+        if not self._stop.is_set():
+            raise DemoError(
+                f"SGLang runs, but {self._metrics_url} does not show it: {problem}. Is the exporter "
+                f"installed in {sys.executable}? The end of SGLang's log:\n{server.log(30)}"
+            )
+
+    def _start_prometheus(self, stack: ExitStack, program: Path) -> None:
+        args = self._args
+        directory = Path(tempfile.mkdtemp(prefix="eagle-demo-prometheus-"))
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        node = socket.gethostname()
+        exporter = f"{_connect_host(self._listen_host)}:{self._listen_port}"
+        config = directory / "prometheus.yml"
+        # JSON is YAML. The node label joins the two jobs.
+        config.write_text(
+            json.dumps(
+                {
+                    "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
+                    "scrape_configs": [
+                        {
+                            "job_name": job,
+                            "static_configs": [{"targets": [target], "labels": {"node": node}}],
+                        }
+                        for job, target in (
+                            ("eagle-exporter", exporter),
+                            ("sglang", f"127.0.0.1:{args.port}"),
+                        )
+                    ],
+                },
+                indent=1,
+            )
+        )
+        log_file = self._directory / "prometheus.log"
+        log_file.write_bytes(b"")
+        child = SupervisedChild(
+            [
+                str(program),
+                f"--config.file={config}",
+                f"--storage.tsdb.path={directory / 'data'}",
+                f"--web.listen-address=127.0.0.1:{args.prometheus_port}",
+                "--log.level=warn",
+            ],
+            log_file=log_file,
+            env=os.environ,
+            temporary=directory,
+        )
+        stack.callback(child.stop)
+        deadline = time.monotonic() + _PROMETHEUS_START_SECONDS
+        while not self._stop.is_set():
+            if child.exit_status() is not None or time.monotonic() > deadline:
+                raise DemoError(
+                    f"Prometheus ({program}) did not start; leave it out with --prometheus none. "
+                    f"The end of its log:\n{log_tail(log_file, 20)}"
+                )
+            try:
+                self._ask_prometheus("/-/ready")
+                return
+            except (OSError, http.client.HTTPException):
+                self._stop.wait(0.2)
+
+    def _ask_prometheus(self, path: str) -> bytes:
+        url = f"http://127.0.0.1:{self._args.prometheus_port}{path}"
+        with urllib.request.urlopen(url, timeout=5.0) as response:
+            content: bytes = response.read()
+            return content
+
+    def _prometheus_up(self) -> bool:
+        query = urllib.parse.quote('up{job="eagle-exporter"}')
+        try:
+            answer = json.loads(self._ask_prometheus(f"/api/v1/query?query={query}"))
+            return any(float(result["value"][1]) == 1.0 for result in answer["data"]["result"])
+        except (OSError, http.client.HTTPException, ValueError, KeyError):
+            return False
+
+    def _print_urls(self, server: SGLangServer, prometheus: bool) -> None:
+        say = self._display.say
+        say(f"  SGLang      {server.url.replace('127.0.0.1', 'localhost')}   (its own metrics: /metrics)")
+        say(f"  exporter    {self._metrics_url.replace('127.0.0.1', 'localhost')}")
+        if prometheus:
+            say(f"  Prometheus  http://localhost:{self._args.prometheus_port}")
+        else:
+            say(
+                "  Prometheus  not running (--prometheus PATH; to be had from https://prometheus.io/download/)"
+            )
+        say("Traffic is running. " + ("Ctrl-C ends it." if self._args.duration is None else ""))
+
+    def _watch(self, server: SGLangServer) -> tuple[_Reading, _Reading]:
+        """Show the breakdown until the time is over; returns the first and the last reading."""
+        first = last = self._scrape_or_fail(server)
+        shown = last
+        deadline = None if self._args.duration is None else last.when + self._args.duration
+        while not self._stop.wait(
+            1.0 if deadline is None else min(1.0, max(0.0, deadline - time.monotonic()))
+        ):
+            last = self._scrape_or_fail(server)
+            if self._display.update(breakdown(shown, last)):
+                shown = last
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+        return first, last
+
+    def _scrape_or_fail(self, server: SGLangServer) -> _Reading:
+        try:
+            return self._scrape()
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            what = "the exporter does not answer" if server.is_running() else "SGLang has ended"
+            raise DemoError(f"{what}: {error}. The end of SGLang's log:\n{server.log(30)}") from error
+
+    def _conclude(
+        self, first: _Reading, last: _Reading, counts: TrafficCounts, prometheus_up: bool | None
+    ) -> int:
+        cycles = last.cycles - first.cycles
+        self._display.say(
+            f"{counts.requests} requests, {counts.prompt_tokens} prompt and {counts.output_tokens} output "
+            f"tokens, {counts.errors} errors, {counts.wrong_answers} wrong answers; {cycles:.0f} cycles seen "
+            "on /metrics"
+        )
+        problems = []
+        if cycles <= 0:
+            problems.append(f"no decode cycle appeared on {self._metrics_url}")
+        if counts.errors or counts.wrong_answers:
+            problems.append(f"requests failed: {counts.first_error}")
+        if prometheus_up is False:
+            problems.append("Prometheus could not scrape the exporter (up is not 1)")
+        if self._stop.is_set() and self._args.duration is not None:
+            return EXIT_INTERRUPTED
+        if problems:
+            raise DemoError("; ".join(problems))
+        return EXIT_OK
+
+
+class _Background:
+    """A call in a thread, whose end can be waited for piecewise."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        self._call = call
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def default_cache() -> Path:
+    """The cache that `make demo` uses as well."""
+    configured = os.environ.get("EAGLE_EXPORTER_CACHE")
+    if configured:
+        return Path(configured).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "eagle-exporter"
+
+
+def find_prometheus(choice: str) -> Path | None:
+    """The Prometheus server to start, None for none.
+
+    Raises:
+        DemoError: a path was given where no program is.
+
+    """
+    if choice == "none":
+        return None
+    if choice == "auto":
+        unpacked = default_cache() / "debian" / "prometheus" / "root" / "usr" / "bin" / "prometheus"
+        found = shutil.which("prometheus") or shutil.which(unpacked)
+        return Path(found) if found else None
+    found = shutil.which(choice)
+    if found is None:
+        raise DemoError(f"--prometheus {choice}: there is no such program", EXIT_USAGE)
+    return Path(found)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be a positive number of seconds")
+    return value
+
+
+def _host_and_port(listen: str) -> tuple[str, int]:
+    host, separator, port = listen.rpartition(":")
+    if not separator or not port.isdigit() or not 0 < int(port) < 65536:
+        raise DemoError(f"--listen {listen}: HOST:PORT expected, for example 127.0.0.1:10077", EXIT_USAGE)
+    return host.strip("[]") or "0.0.0.0", int(port)  # noqa: S104 - what the exporter makes of ":PORT"
+
+
+def _connect_host(host: str) -> str:
+    if host in ("0.0.0.0", "::"):  # noqa: S104
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+def _check_port(host: str, port: int, option: str, whose: str) -> None:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise DemoError(
+            f"{whose} cannot listen on {host}:{port} ({error}). Choose another with {option}.", EXIT_USAGE
+        ) from error

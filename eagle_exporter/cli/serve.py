@@ -1,0 +1,99 @@
+"""``eagle-exporter serve``: the exporter process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+DEFAULT_DIRECTORY = "/dev/shm/eagle-exporter"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the parser of this command."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve the metrics of all ranks over HTTP",
+        description="Serve /metrics, a live page on / and the JSON behind it. Needs read access to the registry only.",
+        epilog="Environment: EAGLE_EXPORTER_DIR, EAGLE_EXPORTER_LISTEN and EAGLE_EXPORTER_LOG_LEVEL set the defaults.",
+    )
+    parser.add_argument(
+        "--dir",
+        metavar="DIR",
+        type=Path,
+        default=None,
+        help=f"registry root (default: EAGLE_EXPORTER_DIR, else {DEFAULT_DIRECTORY})",
+    )
+    parser.add_argument(
+        "--web.listen-address",
+        dest="listen",
+        metavar="ADDR",
+        action="append",
+        help="HOST:PORT, [IPV6]:PORT or :PORT; may be repeated (default: EAGLE_EXPORTER_LISTEN, else 0.0.0.0:10077)",
+    )
+    parser.add_argument(
+        "--web.telemetry-path",
+        dest="telemetry_path",
+        metavar="PATH",
+        default="/metrics",
+        help="path of the metrics (default: /metrics)",
+    )
+    parser.add_argument(
+        "--web.config.file",
+        dest="web_config",
+        metavar="FILE",
+        type=Path,
+        help="TLS, passwords and headers, in the format of the Prometheus exporter-toolkit; re-read while running",
+    )
+    parser.add_argument(
+        "--log.level",
+        dest="log_level",
+        choices=("debug", "info", "warn", "error"),
+        default=None,
+        help="default: EAGLE_EXPORTER_LOG_LEVEL, else info",
+    )
+    parser.add_argument(
+        "--log.format",
+        dest="log_format",
+        choices=("logfmt", "json"),
+        default="logfmt",
+        help="default: logfmt",
+    )
+    # How the plugin in SGLang starts it; not for people.
+    parser.add_argument("--embedded", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--parent-fd", dest="parent_fd", type=int, default=None, help=argparse.SUPPRESS)
+
+
+def registry_root(argument: Path | None) -> Path:
+    """Return the registry root: the argument, else EAGLE_EXPORTER_DIR, else the default."""
+    return argument or Path(os.environ.get("EAGLE_EXPORTER_DIR") or DEFAULT_DIRECTORY)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal, or in embedded mode until the parent ends.
+
+    Returns:
+        0; 1 when an address is taken or cannot be had; 2 for a wrong setting.
+    """
+    # With these set, prometheus_client would take SGLang's multiprocess directory for its own on import.
+    os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
+    os.environ.pop("prometheus_multiproc_dir", None)
+    from eagle_exporter.server import process
+
+    try:
+        settings = process.Settings(
+            root=registry_root(args.dir),
+            listen=tuple(args.listen or process.listen_from_environment(os.environ)),
+            telemetry_path=args.telemetry_path,
+            web_config=args.web_config,
+            log_level=args.log_level or process.log_level_from_environment(os.environ),
+            log_format=args.log_format,
+            embedded=args.embedded,
+            parent_fd=args.parent_fd,
+        )
+        settings.check()
+    except process.WrongSettingError as error:
+        print(f"eagle-exporter serve: {error}", file=sys.stderr)
+        return 2
+    return process.serve(settings)

@@ -1,0 +1,163 @@
+"""Safe patching: find a function, wrap it once, and be able to put the original back.
+
+A patch is made where the attribute is defined, whatever descriptor it is, and reaches every module that did
+``from module import name`` before. A function that we wrapped is marked, so that an alias and its definition, or a
+second attempt, never wrap twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+MARK = "_eagle_exporter_original"
+
+
+class Unresolved(Exception):
+    """A hook point does not exist in this SGLang; the message says what is missing."""
+
+
+class Patch:
+    """One wrapped function and every place that refers to it."""
+
+    def __init__(self, target: str, places: list[tuple[Any, str, Any]], replacement: Any) -> None:
+        self.target = target
+        self._places = places
+        self._replacement = replacement
+
+    def undo(self) -> None:
+        """Put the original back wherever our wrapper still stands."""
+        for owner, name, original in self._places:
+            if vars(owner).get(name) is self._replacement:
+                setattr(owner, name, original)
+
+    def redo(self) -> None:
+        """Put our wrapper back where the original stands again."""
+        for owner, name, original in self._places:
+            if vars(owner).get(name) is original:
+                setattr(owner, name, self._replacement)
+
+
+def resolve(target: str) -> tuple[Any, str, Any]:
+    """Return where a dotted target is defined: ``(owner, attribute name, raw attribute)``.
+
+    Args:
+        target: ``package.module:name`` or ``package.module:Class.name``. A method is looked up along the class's MRO
+            in ``vars()``: ``getattr`` would bind it, and would hide whether the class itself defines it.
+
+    Raises:
+        Unresolved: The module, class or attribute does not exist.
+    """
+    module_name, _, path = target.partition(":")
+    try:
+        owner: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise Unresolved(f"{target}: cannot import {module_name} ({error})") from error
+    *parents, name = path.split(".")
+    for parent in parents:
+        if not hasattr(owner, parent):
+            raise Unresolved(f"{target}: no {parent} in {module_name}")
+        owner = getattr(owner, parent)
+    if isinstance(owner, type):
+        for cls in owner.__mro__:
+            if name in vars(cls):
+                return cls, name, vars(cls)[name]
+    elif name in vars(owner):
+        return owner, name, vars(owner)[name]
+    raise Unresolved(f"{target}: no {name} in {'.'.join([module_name, *parents])}")
+
+
+def patch(target: str, wrap: Wrapper) -> Patch:
+    """Wrap a function or method of SGLang.
+
+    Args:
+        target: See `resolve`.
+        wrap: Takes the original, returns the replacement.
+
+    Raises:
+        Unresolved: The target does not exist, is no function, or is wrapped by us already.
+    """
+    owner, name, raw = resolve(target)
+    kind: Any = None
+    function = raw
+    if isinstance(raw, (staticmethod, classmethod)):
+        kind, function = type(raw), raw.__func__
+    if not callable(function) or isinstance(function, type):
+        raise Unresolved(f"{target} is not a function")
+    if hasattr(function, MARK):
+        raise Unresolved(f"{target} is wrapped already")
+    wrapper = wrap(function)
+    functools.update_wrapper(wrapper, function)
+    setattr(wrapper, MARK, function)
+    replacement = kind(wrapper) if kind is not None else wrapper
+    places = [(owner, name, raw)]
+    if isinstance(owner, types.ModuleType):
+        places += _other_names(owner, name, raw)
+    for place, attribute, _ in places:
+        setattr(place, attribute, replacement)
+    return Patch(target, places, replacement)
+
+
+def _other_names(owner: types.ModuleType, own: str, function: Any) -> list[tuple[Any, str, Any]]:
+    """Return the other places that hold `function`: an alias beside it, or ``from x import f`` elsewhere."""
+    return [
+        (module, name, value)
+        for module in list(sys.modules.values())
+        if isinstance(module, types.ModuleType)
+        for name, value in list(vars(module).items())
+        if value is function and not (module is owner and name == own)
+    ]
+
+
+class _ImportWatcher(importlib.abc.MetaPathFinder):
+    """Calls back right after a module's body has run, without importing it earlier than it would be."""
+
+    def __init__(self, module: str, callback: Callable[[], None]) -> None:
+        self._module = module
+        self._callback = callback
+        self._busy = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Let the other finders find the module, and wrap its loader."""
+        if fullname != self._module or self._busy:
+            return None
+        self._busy = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._busy = False
+        if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
+            return None
+        loader, callback = spec.loader, self._callback
+        execute = loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            callback()
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def when_imported(module: str, callback: Callable[[], None]) -> None:
+    """Run `callback` now if `module` is imported, else right after its import.
+
+    Importing SGLang's engine takes ten seconds, so nothing is imported before SGLang does it.
+    """
+    if module in sys.modules:
+        callback()
+    else:
+        sys.meta_path.insert(0, _ImportWatcher(module, callback))

@@ -1,0 +1,95 @@
+"""Time of each draft step inside a CUDA graph.
+
+With CUDA graphs all draft steps are one replay, and no event recorded outside can part them. Events made with
+``external=True`` and recorded while the graph is captured become nodes of the graph: each replay times them anew.
+They therefore belong to their graph and hold one cycle only, so they are read when the draft of that cycle is known
+to be complete and before the graph is launched again; otherwise the reading is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eagle_exporter.timing.cycle import CycleRecord, CycleTimer
+
+logger = logging.getLogger("eagle_exporter")
+
+MILLISECOND = 1e-3
+
+
+class DraftGraphEvents:
+    """Events inside the captured draft graphs of one worker.
+
+    Attributes:
+        graphs: ``(num_steps, captured batch size)`` -> events: the start of the draft, then the end of each forward.
+    """
+
+    def __init__(self, cuda: Any) -> None:
+        """Record with ``torch.cuda`` (or a stand-in)."""
+        self._cuda = cuda
+        self.graphs: dict[tuple[int, int], list[Any]] = {}
+        self._capturing: list[Any] | None = None
+        self._last: tuple[CycleRecord, list[Any]] | None = None
+
+    # --- at capture --------------------------------------------------------------------------------------
+    def begin_capture(self, num_steps: int, batch_size: int) -> None:
+        """``draft_forward`` begins; does nothing unless the stream is being captured."""
+        self._capturing = None
+        if num_steps > 1 and self._cuda.is_current_stream_capturing():
+            self._capturing = self.graphs[(num_steps, batch_size)] = []
+            self._record()
+
+    def end_step(self) -> None:
+        """One draft forward was captured."""
+        if self._capturing is not None:
+            self._record()
+
+    def end_capture(self) -> None:
+        """``draft_forward`` ends."""
+        self._capturing = None
+
+    def _record(self) -> None:
+        assert self._capturing is not None
+        # Made with external=True, or the event would only be a dependency inside the graph and could not be read.
+        event = self._cuda.Event(enable_timing=True, external=True)
+        event.record()
+        self._capturing.append(event)
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a draft graph is being captured now."""
+        return self._capturing is not None
+
+    # --- at replay ---------------------------------------------------------------------------------------
+    def replayed(self, record: CycleRecord, num_steps: int, batch_size: int) -> None:
+        """The graph for these steps and (padded) batch size was launched for `record`."""
+        events = self.graphs.get((num_steps, batch_size))
+        if events:
+            self._last = (record, events)
+
+    def collect(self, timer: CycleTimer, *, final: bool) -> None:
+        """Read the steps of the last replay if its draft is complete.
+
+        Args:
+            timer: Knows whether the draft's end mark has happened.
+            final: The graph is about to be launched again: what is not complete now is lost.
+        """
+        if self._last is None:
+            return
+        record, events = self._last
+        slot = record.slot
+        if slot is not None and record.draft_end and timer.clock.reached(slot, record.draft_end):
+            self._last = None
+            record.step_seconds = _elapsed(events)
+        elif final or slot is None:
+            self._last = None
+            timer.recorder.drop("draft_step")
+
+
+def _elapsed(events: Sequence[Any]) -> list[float]:
+    return [
+        earlier.elapsed_time(later) * MILLISECOND for earlier, later in zip(events, events[1:], strict=False)
+    ]

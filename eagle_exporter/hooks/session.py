@@ -1,0 +1,535 @@
+"""The running hooks of one scheduler process.
+
+Every wrapper follows one rule: SGLang's function is called exactly once with exactly its arguments, its result or
+exception passes through untouched, and whatever goes wrong in our own code is caught, counted, and logged once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Any
+
+from eagle_exporter.control import Control
+from eagle_exporter.hooks.acceptance import RowsBefore
+from eagle_exporter.hooks.draft_graph import DraftGraphEvents
+from eagle_exporter.timing import cycle as kinds
+from eagle_exporter.timing.budget import Budget
+from eagle_exporter.timing.cycle import Acceptance, CycleRecord, CycleTimer
+from eagle_exporter.timing.recorder import RankRecorder
+
+logger = logging.getLogger("eagle_exporter")
+
+RECORD = "_eagle_exporter_cycle"
+"""Attribute by which a cycle travels on SGLang's ``GenerationBatchResult``."""
+
+_IDLE_POLL_SECONDS = 0.25
+_IDLE = Acceptance(excluded="idle")
+
+Function = Callable[..., Any]
+
+
+class Session:
+    """Wrappers around SGLang's functions, and what they share.
+
+    Until `start` the wrappers pass everything through: SGLang runs warm-up and graph capture while the scheduler is
+    being made, and the rank's file exists only once its configuration is known.
+    """
+
+    def __init__(self) -> None:
+        """Make a session that does nothing yet."""
+        self.timer: CycleTimer | None = None
+        self.recorder: RankRecorder | None = None
+        self.budget = Budget()
+        self.control: Control | None = None
+        self.graph_events: DraftGraphEvents | None = None
+        self.recording = False
+        self._open = False
+        self._logged: set[str] = set()
+        self._idle_poll = 0.0
+        self._draft_steps_left = 0
+        self._draft_step = 0
+        self._error_counts: dict[str, int] = {}
+
+    def start(
+        self, timer: CycleTimer, recorder: RankRecorder, budget: Budget, control: Control | None, *, recording: bool
+    ) -> None:
+        """Begin to measure.
+
+        Args:
+            timer: Takes the cycles.
+            recorder: Counts them.
+            budget: Decides which are timed.
+            control: Commands, None when there is no control file.
+            recording: This rank counts acceptance.
+        """
+        self.budget = budget
+        self.control = control
+        self.recording = recording
+        self.recorder = recorder
+        self.timer = timer
+        for hook, count in self._error_counts.items():
+            for _ in range(count):
+                recorder.error(hook)
+        budget.on_change = self._state_changed
+        recorder.commit()
+
+    def wrapper(self, role: str) -> Callable[[Function], Function]:
+        """Return the wrapper of a hook point's role."""
+        return getattr(self, f"_wrap_{role}")  # type: ignore[no-any-return]
+
+    # --- errors and commands -----------------------------------------------------------------------------
+    def failed(self, hook: str, record: CycleRecord | None = None) -> None:
+        """Note an exception of ours: count it, log it once per hook, give up the cycle's times. Never raises."""
+        try:
+            timer = self.timer
+            if timer is not None:
+                timer.fail(record)
+            if self.recorder is not None:
+                self.recorder.error(hook)
+            else:
+                self._error_counts[hook] = self._error_counts.get(hook, 0) + 1
+            self.budget.error()
+            if hook not in self._logged:
+                self._logged.add(hook)
+                logger.exception(
+                    "eagle-exporter: hook %r failed; SGLang is not affected. Further failures of it are only counted, "
+                    "in eagle_hook_errors_total",
+                    hook,
+                )
+        except Exception:  # noqa: BLE001, S110 - nothing is left to tell it to
+            pass
+
+    def _state_changed(self, state: str) -> None:
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.set_state(state)
+            recorder.commit()
+        logger.warning("eagle-exporter: timing is %s", state)
+
+    def _poll_control(self) -> None:
+        if self.control is not None:
+            commands = self.control.changed()
+            if commands is not None:
+                self._obey(commands)
+
+    def _obey(self, commands: list[str]) -> None:
+        if "off" in commands:
+            self.budget.set_state("off")
+        elif "on" in commands:
+            self.budget.set_state("on")
+
+    # --- the cycle ---------------------------------------------------------------------------------------
+    def _wrap_cycle(self, original: Function) -> Function:
+        def forward_batch_generation(worker: Any, *args: Any, **kwargs: Any) -> Any:
+            # A subclass's method that calls super() must not open a second cycle.
+            if self._open or self.timer is None:
+                return original(worker, *args, **kwargs)
+            record = None
+            try:
+                record = self.begin_cycle(worker, args[0] if args else kwargs["batch"])
+            except Exception:  # noqa: BLE001
+                self.failed("cycle")
+            if record is None:
+                return original(worker, *args, **kwargs)
+            self._open = True
+            try:
+                result = original(worker, *args, **kwargs)
+            except BaseException:
+                self._abandon(record)
+                raise
+            finally:
+                self._open = False
+            try:
+                self.end_cycle(record, result)
+            except Exception:  # noqa: BLE001
+                self.failed("cycle", record)
+            return result
+
+        return forward_batch_generation
+
+    def begin_cycle(self, worker: Any, batch: Any) -> CycleRecord | None:
+        """Open the cycle or prefill of a batch; None when it is not measured."""
+        timer = self.timer
+        assert timer is not None
+        self._poll_control()
+        if not self.budget.counting:
+            timer.interrupt()
+            return None
+        mode = batch.forward_mode
+        if mode.is_extend() or getattr(batch, "is_extend_in_batch", False):
+            # With data parallelism a decode rank takes the prefill path when another rank prefills.
+            return timer.open_prefill()
+        if mode.is_idle():
+            # An idle rank takes part in the collectives of the others; its result never has accept lengths.
+            timer.interrupt()
+            assert self.recorder is not None
+            self.recorder.add_cycle(CycleRecord(0, 0, 0), _IDLE, None)
+            return None
+        return timer.open(
+            len(batch.reqs),
+            getattr(worker, "speculative_num_steps", 0) or 0,
+            getattr(worker, "speculative_num_draft_tokens", 1) or 1,
+        )
+
+    def end_cycle(self, record: CycleRecord, result: Any) -> None:
+        """Close a cycle and let it travel on its result."""
+        assert self.timer is not None
+        self.timer.close(record)
+        setattr(result, RECORD, record)
+
+    def _abandon(self, record: CycleRecord) -> None:
+        try:
+            assert self.timer is not None
+            self.timer.discard(record)
+        except Exception:  # noqa: BLE001
+            self.failed("cycle")
+
+    def _wrap_verify(self, original: Function) -> Function:
+        def verify(worker: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._open and self.timer is not None:
+                try:
+                    self.note_verify(args[0] if args else kwargs["batch"])
+                except Exception:  # noqa: BLE001
+                    self.failed("verify")
+            return original(worker, *args, **kwargs)
+
+        return verify
+
+    def note_verify(self, batch: Any) -> None:
+        """Take the step count in force from the verify input: adaptive steps may have switched in this cycle."""
+        timer = self.timer
+        assert timer is not None
+        record = timer.last_opened
+        if record is None:
+            return
+        verify_input = batch.spec_info
+        record.num_steps = int(verify_input.spec_steps)
+        record.num_draft_tokens = int(verify_input.draft_token_num)
+        current = timer.current
+        if current is not None and current.kinds[-1] == kinds.OTHER:
+            # No drafting in this cycle (zero steps): what happened since its start prepared the verify.
+            timer.relabel(kinds.VERIFY_OVERHEAD)
+
+    # --- spans in a cycle --------------------------------------------------------------------------------
+    def _span(self, hook: str, enter: Callable[..., None], leave: Callable[[], None]) -> Callable[[Function], Function]:
+        """Return a wrapper that calls `enter` with the function's arguments before it and `leave` after it."""
+
+        def wrap(original: Function) -> Function:
+            def span(*args: Any, **kwargs: Any) -> Any:
+                timer = self.timer
+                if timer is None or timer.current is None:
+                    return original(*args, **kwargs)
+                try:
+                    enter(*args, **kwargs)
+                except Exception:  # noqa: BLE001
+                    self.failed(hook)
+                result = original(*args, **kwargs)
+                try:
+                    leave()
+                except Exception:  # noqa: BLE001
+                    self.failed(hook)
+                return result
+
+            return span
+
+        return wrap
+
+    def _mark(self, kind: int) -> None:
+        timer = self.timer
+        if timer is not None:
+            timer.mark(kind)
+
+    def _wrap_kv_prepare(self, original: Function) -> Function:
+        return self._span("kv_prepare", self.enter_kv_prepare, self.leave_kv_prepare)(original)
+
+    def enter_kv_prepare(self, *_args: Any, **_kwargs: Any) -> None:
+        """Draft slots are addressed first in a cycle: nothing was enqueued since its start, so they share the mark."""
+        timer = self.timer
+        if timer is not None and timer.current is not None:
+            if len(timer.current.kinds) == 1 and not timer.current.prefill:
+                timer.relabel(kinds.KV_CACHE)
+            else:
+                timer.mark(kinds.KV_CACHE)
+
+    def leave_kv_prepare(self) -> None:
+        """What follows is nobody's until the draft begins."""
+        self._mark(kinds.OTHER)
+
+    def _wrap_draft(self, original: Function) -> Function:
+        span = self._span("draft", self.enter_draft, self.leave_draft)(original)
+
+        def draft_forward(*args: Any, **kwargs: Any) -> Any:
+            events = self.graph_events
+            if events is None or self._open:
+                return span(*args, **kwargs)
+            # Outside a cycle this is a warm-up or the capture of the draft graph.
+            try:
+                self.begin_capture(events, *args, **kwargs)
+            except Exception:  # noqa: BLE001
+                self._give_up_graph_events()
+            result = original(*args, **kwargs)
+            events.end_capture()
+            return result
+
+        return draft_forward
+
+    def begin_capture(self, events: DraftGraphEvents, worker: Any, forward_batch: Any, *_: Any, **__: Any) -> None:
+        """Let events into the draft graph if it is being captured."""
+        events.begin_capture(int(worker.speculative_num_steps), int(forward_batch.batch_size))
+
+    def _give_up_graph_events(self) -> None:
+        self.graph_events = None
+        self.failed("draft_graph")
+
+    def enter_draft(self, worker: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Draft steps run one by one (no CUDA graph): each forward ends a step."""
+        self._draft_step = 0
+        self._draft_steps_left = max(int(getattr(worker, "speculative_num_steps", 1)) - 1, 0)
+        self._mark(kinds.FIRST_DRAFT_STEP if self._draft_steps_left else kinds.DRAFT_STEPS)
+
+    def leave_draft(self) -> None:
+        """The tree is built next, without anything between."""
+        self._draft_steps_left = 0
+        self._mark(kinds.VERIFY_OVERHEAD)
+        timer = self.timer
+        if timer is not None and timer.current is not None:
+            timer.current.draft_end = len(timer.current.kinds) - 1
+
+    def _wrap_draft_step(self, original: Function) -> Function:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if self._draft_steps_left:
+                try:
+                    self.end_draft_step()
+                except Exception:  # noqa: BLE001
+                    self.failed("draft")
+            elif self.graph_events is not None and self.graph_events.capturing:
+                try:
+                    self.graph_events.end_step()
+                except Exception:  # noqa: BLE001
+                    self._give_up_graph_events()
+            return result
+
+        return forward
+
+    def end_draft_step(self) -> None:
+        """One draft forward is done; after the last one only the result is organised."""
+        self._draft_steps_left -= 1
+        self._draft_step += 1
+        self._mark(kinds.FIRST_DRAFT_STEP + self._draft_step if self._draft_steps_left else kinds.DRAFT_STEPS)
+
+    def _wrap_draft_graph(self, original: Function) -> Function:
+        span = self._span("draft_graph", self.enter_draft_graph, self.leave_draft)(original)
+
+        def execute(runner: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.graph_events is None or self.timer is None:
+                return span(runner, *args, **kwargs)
+            # Each launch times the events of the graph anew, also in a cycle that is not timed.
+            try:
+                self.collect_draft_steps(final=True)
+            except Exception:  # noqa: BLE001
+                self.failed("draft_graph")
+            result = span(runner, *args, **kwargs)
+            try:
+                self.note_replay(runner)
+            except Exception:  # noqa: BLE001
+                self.failed("draft_graph")
+            return result
+
+        return execute
+
+    def collect_draft_steps(self, *, final: bool) -> None:
+        """Read the step times of the last replay of a draft graph, if they can be had."""
+        if self.graph_events is not None and self.timer is not None:
+            self.graph_events.collect(self.timer, final=final)
+
+    def note_replay(self, runner: Any) -> None:
+        """Remember which graph was replayed for the current cycle (``runner.bs``: the padded batch size)."""
+        if self.graph_events is not None and self.timer is not None and self.timer.current is not None:
+            self.graph_events.replayed(self.timer.current, int(runner.speculative_num_steps), int(runner.bs))
+
+    def enter_draft_graph(self, *_args: Any, **_kwargs: Any) -> None:
+        """All draft steps are one graph replay, launched right after the slots are addressed: they share the mark."""
+        timer = self.timer
+        if timer is not None and timer.current is not None:
+            if timer.current.kinds[-1] == kinds.OTHER and len(timer.current.kinds) == 2:
+                timer.relabel(kinds.DRAFT_STEPS)
+            else:
+                timer.mark(kinds.DRAFT_STEPS)
+
+    def _wrap_tree_build(self, original: Function) -> Function:
+        return self._span("tree_build", self.enter_tree_build, self.leave_part)(original)
+
+    def enter_tree_build(self, *_args: Any, **_kwargs: Any) -> None:
+        """The tree is built right after the draft: it shares the mark."""
+        timer = self.timer
+        if timer is not None and timer.current is not None and timer.current.parts:
+            timer.relabel(kinds.TREE_BUILD)
+
+    def leave_part(self) -> None:
+        """A part of the verify overhead ends."""
+        timer = self.timer
+        if timer is not None and timer.current is not None and timer.current.parts:
+            timer.mark(kinds.VERIFY_OVERHEAD)
+
+    def _wrap_prepare(self, original: Function) -> Function:
+        return self._span("prepare", self.enter_prepare, self.leave_part)(original)
+
+    def enter_prepare(self, *_args: Any, **_kwargs: Any) -> None:
+        """The verify input and the graph's inputs are prepared."""
+        timer = self.timer
+        if timer is not None and timer.current is not None and timer.current.parts:
+            timer.mark(kinds.PREPARE)
+
+    def _wrap_sample(self, original: Function) -> Function:
+        return self._span("sample", self.enter_sample, self.leave_part)(original)
+
+    def enter_sample(self, *_args: Any, **_kwargs: Any) -> None:
+        """Tokens are sampled from the target's logits and compared with the draft."""
+        timer = self.timer
+        if timer is not None and timer.current is not None and timer.current.parts:
+            timer.mark(kinds.SAMPLE_ACCEPT)
+
+    def _wrap_target_verify(self, original: Function) -> Function:
+        span = self._span("target_verify", self.enter_target_verify, self.leave_target_verify)(original)
+
+        def forward_batch_generation(*args: Any, **kwargs: Any) -> Any:
+            # The same method serves prefill (and plain decode), which are no verify.
+            return (span if kwargs.get("is_verify") else original)(*args, **kwargs)
+
+        return forward_batch_generation
+
+    def enter_target_verify(self, *_args: Any, **_kwargs: Any) -> None:
+        """The target model's forward begins."""
+        self._mark(kinds.TARGET_VERIFY)
+
+    def leave_target_verify(self) -> None:
+        """What follows is sampling and bookkeeping."""
+        self._mark(kinds.VERIFY_OVERHEAD)
+
+    def _wrap_kv_compact(self, original: Function) -> Function:
+        return self._span("kv_compact", self.enter_kv_compact, self.leave_kv_compact)(original)
+
+    def enter_kv_compact(self, *_args: Any, **_kwargs: Any) -> None:
+        """For trees the accepted path is moved to the front of its slots."""
+        self._mark(kinds.KV_CACHE)
+
+    def leave_kv_compact(self) -> None:
+        """Back in the verify's bookkeeping."""
+        self._mark(kinds.VERIFY_OVERHEAD)
+
+    def _wrap_draft_extend(self, original: Function) -> Function:
+        return self._span("draft_extend", self.enter_draft_extend, self.leave_draft_extend)(original)
+
+    def enter_draft_extend(self, *_args: Any, **_kwargs: Any) -> None:
+        """The draft model reads the accepted tokens (or, after a prefill, the prompt)."""
+        self._mark(kinds.DRAFT_EXTEND)
+
+    def leave_draft_extend(self) -> None:
+        """Nothing follows in the cycle: the cycle's last mark ends this phase."""
+
+    def _wrap_kv_allocation(self, original: Function) -> Function:
+        def alloc_for_spec_decode(*args: Any, **kwargs: Any) -> Any:
+            begin = perf_counter_ns()
+            result = original(*args, **kwargs)
+            try:
+                self.note_kv_allocation(perf_counter_ns() - begin)
+            except Exception:  # noqa: BLE001
+                self.failed("kv_allocation")
+            return result
+
+        return alloc_for_spec_decode
+
+    def note_kv_allocation(self, nanoseconds: int) -> None:
+        """Count host time of an allocation beside the cycle."""
+        # Divided by all cycles, so it counts whenever cycles do, timed or not.
+        if self.recorder is not None and self.budget.counting:
+            self.recorder.add_kv_allocation(nanoseconds * 1e-9)
+
+    # --- the result --------------------------------------------------------------------------------------
+    def _wrap_accept(self, original: Function) -> Function:
+        def process_batch_result(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            rows = None
+            begin = perf_counter_ns()
+            if self.recorder is not None:
+                try:
+                    rows = self.before_result(args[0] if args else kwargs["batch"])
+                except Exception:  # noqa: BLE001
+                    self.failed("accept")
+            spent = perf_counter_ns() - begin
+            returned = original(scheduler, *args, **kwargs)
+            if rows is not None:
+                try:
+                    self.after_result(rows, args[1] if len(args) > 1 else kwargs["result"], spent)
+                except Exception:  # noqa: BLE001
+                    self.failed("accept")
+            return returned
+
+        return process_batch_result
+
+    def before_result(self, batch: Any) -> RowsBefore | None:
+        """Look at the rows before SGLang updates their requests."""
+        if not self.budget.counting:
+            return None
+        return RowsBefore(batch.reqs)
+
+    def after_result(self, rows: RowsBefore, result: Any, spent_ns: int) -> None:
+        """Count what the result brought, and record every cycle that is complete."""
+        begin = perf_counter_ns()
+        timer, recorder = self.timer, self.recorder
+        assert timer is not None
+        assert recorder is not None
+        if self.recording:
+            recorder.add_output_tokens(rows.appended_tokens())
+        record: CycleRecord | None = getattr(result, RECORD, None)
+        if record is not None:
+            delattr(result, RECORD)
+            self.collect_draft_steps(final=False)
+            if record.prefill:
+                excluded = "health_check" if rows.health_checks and not any(rows.live) else None
+                timer.complete(record, Acceptance(excluded=excluded))
+            else:
+                timer.complete(record, rows.acceptance(result))
+        cost_ns = perf_counter_ns() - begin + spent_ns + timer.host_ns
+        timer.host_ns = 0
+        recorder.add_host_cost(cost_ns * 1e-9)
+        self.budget.spent(cost_ns * 1e-9)
+        recorder.commit()
+
+    # --- the scheduler's loop ----------------------------------------------------------------------------
+    def _wrap_scheduler(self, original: Function) -> Function:
+        def get_next_batch_to_run(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            plan = original(scheduler, *args, **kwargs)
+            if self.recorder is not None:
+                try:
+                    self.note_plan(scheduler, plan)
+                except Exception:  # noqa: BLE001
+                    self.failed("scheduler")
+            return plan
+
+        return get_next_batch_to_run
+
+    def note_plan(self, scheduler: Any, plan: Any) -> None:
+        """See what the scheduler runs next; None means an empty iteration."""
+        timer, recorder = self.timer, self.recorder
+        assert timer is not None
+        assert recorder is not None
+        batch = getattr(plan, "batch_to_run", plan)
+        running = getattr(plan, "running_batch", None)
+        if running is None:
+            running = scheduler.running_batch
+        changed = recorder.set_running_requests(len(running.reqs)) if self.budget.counting else False
+        if batch is not None:
+            return
+        timer.interrupt()
+        now = time.monotonic()
+        if now - self._idle_poll > _IDLE_POLL_SECONDS:
+            self._idle_poll = now
+            self._poll_control()
+            timer.drain()
+            changed = True
+        if changed:
+            recorder.commit()

@@ -1,0 +1,202 @@
+"""Settings from the environment, for the exporter and for the hooks.
+
+The exporter refuses a wrong value with an error that names it; the hooks, inside somebody else's server, log one
+warning and use the default. Imports nothing of the project but the catalogue.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from eagle_exporter import catalogue
+
+PREFIX = "EAGLE_EXPORTER_"
+DEFAULT_DIRECTORY = Path("/dev/shm/eagle-exporter")  # noqa: S108 - the registry is shared memory by design
+DEFAULT_PORT = 10077
+DEFAULT_LISTEN = f"0.0.0.0:{DEFAULT_PORT}"
+
+T = TypeVar("T")
+
+
+class SettingError(ValueError):
+    """A variable has a value that cannot be used; the message names it, the value, and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every ``EAGLE_EXPORTER_*`` variable.
+
+    Attributes:
+        enabled: ``auto`` (under a server, with a speculative algorithm), ``1`` or ``0``.
+        directory: Root of the shared registry.
+        server: Name of the server, None to derive it from host and port.
+        embed: Start an exporter beside the server.
+        listen: Address of that exporter.
+        clock: ``auto``, ``cuda_event``, ``host`` or ``sync``.
+        sample_every: Time every n-th cycle, None for automatic.
+        histograms: ``leader`` or ``all``.
+        draft_step_events: Record events inside the draft graph.
+        buckets: Upper bounds of duration buckets, seconds.
+        baseline: Batch size label -> configured seconds of a decode step without speculation.
+        group: Group that may read the registry.
+        profile_every: Seconds between scheduled kernel captures, None for none.
+        log_level: Level of the exporter's log.
+        problems: What was wrong with the environment, in sentences; empty when all is well.
+    """
+
+    enabled: str = "auto"
+    directory: Path = DEFAULT_DIRECTORY
+    server: str | None = None
+    embed: bool = True
+    listen: str = DEFAULT_LISTEN
+    clock: str = "auto"
+    sample_every: int | None = None
+    histograms: str = "leader"
+    draft_step_events: bool = True
+    buckets: tuple[float, ...] = catalogue.DURATION_BUCKETS
+    baseline: Mapping[str, float] = field(default_factory=dict)
+    group: str | None = None
+    profile_every: float | None = None
+    log_level: str = "info"
+    problems: tuple[str, ...] = ()
+
+
+def read(environment: Mapping[str, str] | None = None, *, strict: bool = False) -> Settings:
+    """Read the settings.
+
+    Args:
+        environment: ``os.environ`` by default.
+        strict: Raise for the first wrong value instead of noting it in `Settings.problems`.
+
+    Raises:
+        SettingError: With `strict`, a value that cannot be used.
+    """
+    env = os.environ if environment is None else environment
+    problems: list[str] = []
+
+    def get(name: str, parse: Callable[[str], T], default: T) -> T:
+        text = env.get(PREFIX + name, "").strip()
+        if not text:
+            return default
+        try:
+            return parse(text)
+        except ValueError as error:
+            message = f"{PREFIX}{name}={text!r}: {error}"
+            if strict:
+                raise SettingError(message) from error
+            problems.append(message + "; the default is used")
+            return default
+
+    return Settings(
+        enabled=get("ENABLED", _choice("auto", "1", "0"), "auto"),
+        directory=get("DIR", _absolute_path, DEFAULT_DIRECTORY),
+        server=get("SERVER", _server_name, None),
+        embed=get("EMBED", _switch, True),
+        listen=get("LISTEN", str, DEFAULT_LISTEN),
+        clock=get("CLOCK", _choice("auto", "cuda_event", "host", "sync"), "auto"),
+        sample_every=get("SAMPLE_EVERY", _sample_every, None),
+        histograms=get("HISTOGRAMS", _choice("leader", "all"), "leader"),
+        draft_step_events=get("DRAFT_STEP_EVENTS", _switch, True),
+        buckets=get("BUCKETS", parse_buckets, catalogue.DURATION_BUCKETS),
+        baseline=get("BASELINE_DECODE_SECONDS", parse_baseline, {}),
+        group=get("GROUP", str, None),
+        profile_every=get("PROFILE_EVERY", _seconds, None),
+        log_level=get("LOG_LEVEL", _choice("debug", "info", "warning", "error"), "info"),
+        problems=tuple(problems),
+    )
+
+
+def parse_buckets(text: str) -> tuple[float, ...]:
+    """Parse comma-separated bucket bounds in seconds.
+
+    Raises:
+        ValueError: Not numbers, not positive and finite, or not strictly increasing.
+    """
+    bounds = tuple(float(part) for part in text.split(","))
+    if not all(0 < bound < math.inf for bound in bounds):
+        raise ValueError("bucket bounds are positive, finite seconds")
+    if not all(low < high for low, high in zip(bounds, bounds[1:], strict=False)):
+        raise ValueError("bucket bounds must increase")
+    if len(bounds) > 200:
+        raise ValueError("at most 200 buckets")
+    return bounds
+
+
+def parse_baseline(text: str) -> dict[str, float]:
+    """Parse ``1=0.0111,8=0.0135``: batch size label = seconds of one decode step without speculation.
+
+    Raises:
+        ValueError: Malformed, or seconds that are not positive and finite.
+    """
+    baseline: dict[str, float] = {}
+    for part in text.split(","):
+        size, separator, seconds = part.partition("=")
+        size = size.strip()
+        if not separator or size not in catalogue.BATCH_SIZES:
+            size_number = int(size) if size.isdigit() else 0
+            size = _batch_label(size_number) if separator and size_number else ""
+        if not size:
+            raise ValueError("wanted batch_size=seconds pairs such as 1=0.0111,8=0.0135")
+        value = float(seconds)
+        if not 0 < value < math.inf:
+            raise ValueError("a baseline is a positive number of seconds")
+        if size in baseline:
+            raise ValueError(f"two values for batch size {size}")
+        baseline[size] = value
+    return baseline
+
+
+def _batch_label(rows: int) -> str:
+    from bisect import bisect_left
+
+    return catalogue.BATCH_SIZES[bisect_left(catalogue.BATCH_SIZE_BOUNDS, rows)]
+
+
+def _choice(*allowed: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        value = text.lower()
+        if value not in allowed:
+            raise ValueError(f"wanted one of {', '.join(allowed)}")
+        return value
+
+    return parse
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("wanted 1 or 0")
+    return text == "1"
+
+
+def _absolute_path(text: str) -> Path:
+    path = Path(text)
+    if not path.is_absolute():
+        raise ValueError("wanted an absolute path")
+    return path
+
+
+def _server_name(text: str) -> str | None:
+    if len(text) > 200 or not text.isprintable():
+        raise ValueError("wanted at most 200 printable characters")
+    return text
+
+
+def _sample_every(text: str) -> int | None:
+    if text.lower() == "auto":
+        return None
+    number = int(text)
+    if number < 1:
+        raise ValueError("wanted auto or a number from 1")
+    return number
+
+
+def _seconds(text: str) -> float | None:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ValueError("wanted a positive number of seconds")
+    return value

@@ -1,0 +1,416 @@
+"""Decode cycles: boundaries become exclusive phases.
+
+A cycle is a chain of boundaries (marks). The interval that a mark opens belongs to exactly one phase, so phases are
+disjoint and sum to the cycle by construction. Hooks say "from here on it is this phase"; where SGLang enqueues
+nothing between the end of one phase and the start of the next, both share one mark (events are not free).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+from eagle_exporter import catalogue
+
+if TYPE_CHECKING:
+    from eagle_exporter.timing.budget import Budget
+    from eagle_exporter.timing.clocks import Clock, Slot
+    from eagle_exporter.timing.recorder import RankRecorder
+
+DRAFT_STEPS, TARGET_VERIFY, DRAFT_EXTEND, VERIFY_OVERHEAD, KV_CACHE, OTHER = range(len(catalogue.PHASES))
+TREE_BUILD, PREPARE, SAMPLE_ACCEPT = range(6, 9)
+FIRST_DRAFT_STEP = 9
+"""Interval kinds above the phases: parts of the verify overhead, then one per draft forward (step 1 first)."""
+
+MAX_PENDING = 64
+"""Cycles whose results are awaited; one more means that the oldest will never get its result."""
+
+PARTS_EVERY = 16
+"""Every how many timed cycles the parts of the verify overhead are measured too: they cost four events more."""
+
+
+_LONGEST = 3600.0
+"""Seconds; a longer cycle or gap is no reading."""
+
+
+def phase_of(kind: int) -> int:
+    """Return the phase that an interval kind belongs to."""
+    if kind < TREE_BUILD:
+        return kind
+    return VERIFY_OVERHEAD if kind < FIRST_DRAFT_STEP else DRAFT_STEPS
+
+
+@dataclass
+class Acceptance:
+    """What SGLang says of a cycle once its result is on the host.
+
+    Attributes:
+        correct_drafts: Accepted draft tokens (without the bonus) of each live row.
+        context_tokens: Prompt and output tokens of each live row before this cycle.
+        wasted_rows: Rows whose request had finished or was retracted.
+        excluded: A reason of `catalogue.EXCLUDED_REASONS` when the whole cycle stays out of every series, else None.
+    """
+
+    correct_drafts: Sequence[int] = ()
+    context_tokens: Sequence[int] = ()
+    wasted_rows: int = 0
+    excluded: str | None = None
+
+
+class CycleRecord:
+    """One decode cycle or prefill batch, from its launch to the arrival of its result.
+
+    Attributes:
+        rows: Requests launched on this rank.
+        num_steps: Draft steps in force, read from the verify input.
+        num_draft_tokens: Tokens verified per request.
+        kinds: Interval kind that each mark opens.
+        timed: Times are taken.
+        consecutive: The scheduler ran no idle, prefill or empty iteration since the previous cycle.
+        draft_end: Number of the mark at which the draft steps end, 0 when there is none.
+        step_seconds: Seconds of each draft forward from inside a CUDA graph, None when not read.
+        host_bound: The device had finished the previous cycle before this one began; None when not known.
+    """
+
+    __slots__ = (
+        "acceptance",
+        "consecutive",
+        "draft_end",
+        "host_bound",
+        "kinds",
+        "num_draft_tokens",
+        "num_steps",
+        "parts",
+        "prefill",
+        "previous",
+        "rows",
+        "slot",
+        "step_seconds",
+        "timed",
+        "valid",
+    )
+
+    def __init__(self, rows: int, num_steps: int, num_draft_tokens: int, *, prefill: bool = False) -> None:
+        self.rows = rows
+        self.num_steps = num_steps
+        self.num_draft_tokens = num_draft_tokens
+        self.prefill = prefill
+        self.timed = False
+        self.valid = True
+        self.parts = False
+        self.draft_end = 0
+        self.consecutive = False
+        self.host_bound: bool | None = None
+        self.slot: Slot | None = None
+        self.kinds: list[int] = []
+        self.previous: CycleRecord | None = None
+        self.acceptance: Acceptance | None = None
+        self.step_seconds: Sequence[float] | None = None
+
+
+@dataclass
+class PhaseTimes:
+    """Times of one timed cycle, all in seconds.
+
+    Attributes:
+        cycle: From the first to the last boundary.
+        phases: One per `catalogue.PHASES`; float64 differences of offsets from the cycle's start.
+        host: The same on the scheduler thread.
+        parts: One per `catalogue.VERIFY_OVERHEAD_PARTS`, None in cycles where they were not measured.
+        steps: One per draft forward; empty when not known.
+        gap: From the end of the preceding cycle, None when there is none to speak of.
+    """
+
+    cycle: float
+    phases: list[float]
+    host: list[float]
+    parts: list[float] | None = None
+    steps: Sequence[float] = field(default_factory=list)
+    gap: float | None = None
+
+
+def split(offsets: Sequence[float], kinds: Sequence[int]) -> tuple[list[float], list[float], list[float]]:
+    """Return seconds by phase, by part of the verify overhead, and by draft step.
+
+    Args:
+        offsets: Seconds from the first mark to each mark.
+        kinds: Kind of the interval that each mark opens; the last mark opens none.
+    """
+    phases = [0.0] * len(catalogue.PHASES)
+    parts = [0.0] * len(catalogue.VERIFY_OVERHEAD_PARTS)
+    steps: list[float] = []
+    start = offsets[0]
+    for i in range(1, len(offsets)):
+        end = offsets[i]
+        kind = kinds[i - 1]
+        if kind < TREE_BUILD:
+            phases[kind] += end - start
+        elif kind < FIRST_DRAFT_STEP:
+            phases[VERIFY_OVERHEAD] += end - start
+            parts[kind - TREE_BUILD] += end - start
+        else:
+            phases[DRAFT_STEPS] += end - start
+            step = kind - FIRST_DRAFT_STEP
+            while len(steps) <= step:
+                steps.append(0.0)
+            steps[step] += end - start
+        start = end
+    return phases, parts, steps
+
+
+class CycleTimer:
+    """Opens, marks and closes cycles, and hands them to the recorder in the order of their launch.
+
+    Attributes:
+        current: The timed cycle that is being launched; None most of the time, and then hooks do nothing.
+        host_ns: Time spent in the timer, nanoseconds; whoever accounts for it sets it back to 0.
+        graph_mean: Draft steps run inside one CUDA graph: a step is the mean over the draft forwards.
+    """
+
+    def __init__(self, clock: Clock, recorder: RankRecorder, budget: Budget) -> None:
+        """Time with `clock`, record into `recorder`, as often as `budget` allows."""
+        self.clock = clock
+        self.recorder = recorder
+        self.budget = budget
+        self.current: CycleRecord | None = None
+        self.host_ns = 0
+        self.graph_mean = False
+        self._pending: deque[CycleRecord] = deque()
+        self._last: CycleRecord | None = None
+        self._consecutive = False
+        self._timed_cycles = 0
+        self._held: CycleRecord | None = None
+
+    @property
+    def last_opened(self) -> CycleRecord | None:
+        """The decode cycle launched last, timed or not."""
+        return self._last
+
+    # --- launch ------------------------------------------------------------------------------------------
+    def open(self, rows: int, num_steps: int, num_draft_tokens: int) -> CycleRecord:
+        """Begin a decode cycle on the current stream.
+
+        Args:
+            rows: Requests in the batch on this rank.
+            num_steps: Draft steps, until the verify input says otherwise.
+            num_draft_tokens: Tokens verified per request, likewise.
+        """
+        begin = perf_counter_ns()
+        record = CycleRecord(rows, num_steps, num_draft_tokens)
+        record.consecutive = self._consecutive and self._last is not None
+        record.previous = self._last if record.consecutive else None
+        self._last = record
+        self._consecutive = True
+        self._append(record)
+        if self.budget.time_this_cycle():
+            previous = record.previous
+            if previous is not None and previous.slot is not None and self.clock.tells_host_bound:
+                # Asked before anything of this cycle is enqueued: if the device is through, it waits for us.
+                record.host_bound = self.clock.done(previous.slot)
+            self._start(record, OTHER)
+            record.parts = record.timed and self._timed_cycles % PARTS_EVERY == 0
+            self._timed_cycles += record.timed
+        self.host_ns += perf_counter_ns() - begin
+        return record
+
+    def open_prefill(self) -> CycleRecord:
+        """Begin a prefill batch on the current stream: first the target's part."""
+        begin = perf_counter_ns()
+        record = CycleRecord(0, 0, 0, prefill=True)
+        self.interrupt()
+        self._append(record)
+        if self.budget.timing:
+            self._start(record, TARGET_VERIFY)
+        self.host_ns += perf_counter_ns() - begin
+        return record
+
+    def _append(self, record: CycleRecord) -> None:
+        if len(self._pending) >= MAX_PENDING:
+            self._lose_oldest()
+        self._pending.append(record)
+
+    def _lose_oldest(self) -> None:
+        lost = self._pending.popleft()
+        lost.previous = None
+        self.recorder.drop("unmatched")
+        self._release(lost)
+
+    def _start(self, record: CycleRecord, kind: int) -> None:
+        slot = self.clock.acquire()
+        if slot is None:
+            self.recorder.drop("pool_exhausted")
+            return
+        record.slot = slot
+        record.timed = True
+        record.kinds.append(kind)
+        self.clock.mark(slot)
+        self.current = record
+
+    def mark(self, kind: int) -> None:
+        """From here on the time of the current cycle belongs to `kind`. Does nothing without a timed cycle."""
+        record = self.current
+        if record is None or record.slot is None:
+            return
+        begin = perf_counter_ns()
+        if record.slot.count >= self.clock.marks - 1:
+            # More boundaries than a slot holds: its times would be cut short, so there are none.
+            self.fail(record)
+            return
+        record.kinds.append(kind)
+        self.clock.mark(record.slot)
+        self.host_ns += perf_counter_ns() - begin
+
+    def relabel(self, kind: int) -> None:
+        """Let the interval that is open now belong to `kind`: a boundary shared with the preceding phase."""
+        record = self.current
+        if record is not None:
+            record.kinds[-1] = kind
+
+    def close(self, record: CycleRecord) -> None:
+        """End the launch of a cycle; its times are read later, when the device is through."""
+        begin = perf_counter_ns()
+        if record.slot is not None:
+            self.clock.mark(record.slot)
+        elif not record.prefill and self.budget.next_is_timed():
+            # The gap before the next cycle, and whether it is host-bound, need the end of this one.
+            record.slot = self.clock.acquire()
+            if record.slot is not None:
+                self.clock.mark(record.slot)
+        self.current = None
+        self.host_ns += perf_counter_ns() - begin
+
+    def fail(self, record: CycleRecord | None = None) -> None:
+        """Give up the times of a cycle in which a hook failed; what it accepted still counts."""
+        record = record or self.current
+        if record is not None:
+            record.valid = False
+        self.current = None
+
+    def discard(self, record: CycleRecord) -> None:
+        """Forget a cycle whose launch raised in SGLang: it will bring no result."""
+        self.current = None
+        if record in self._pending:
+            self._pending.remove(record)
+            self._release(record)
+        if self._last is record:
+            self._last = None
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        """The scheduler did something else: the next cycle does not follow the last one."""
+        self._consecutive = False
+
+    # --- results -----------------------------------------------------------------------------------------
+    def complete(self, record: CycleRecord, acceptance: Acceptance) -> None:
+        """Take the acceptance of a cycle; record it and all before it whose times are there."""
+        if record not in self._pending:
+            return  # given up before, and counted then
+        record.acceptance = acceptance
+        while self._pending[0] is not record and self._pending[0].acceptance is None:
+            # Results come in the order of launches, so these will not come any more.
+            self._lose_oldest()
+        self.drain()
+
+    def drain(self) -> None:
+        """Record every finished cycle at the head of the queue. Never waits."""
+        pending = self._pending
+        while pending:
+            record = pending[0]
+            acceptance = record.acceptance
+            if acceptance is None:
+                return
+            slot = record.slot
+            if slot is not None and not self.clock.done(slot):
+                if len(pending) < 4:
+                    return
+                # Do not hold up the others.
+                if record.timed:
+                    self.recorder.drop("not_complete")
+                record.timed = False
+                self._release(record)
+            pending.popleft()
+            self._finish(record, acceptance)
+
+    def _finish(self, record: CycleRecord, acceptance: Acceptance) -> None:
+        times = self._times(record) if record.timed and acceptance.excluded is None else None
+        if record.prefill:
+            if times is not None:
+                self.recorder.add_prefill(times)
+        else:
+            self.recorder.add_cycle(record, acceptance, times)
+            if times is not None:
+                self.budget.cycle_took(times.cycle + (times.gap or 0.0))
+        record.previous = None
+        # The end of a cycle is where the gap to the next one begins, so its slot is kept until the next is finished.
+        if self._held is not None:
+            self._release(self._held)
+            self._held = None
+        if record.prefill or acceptance.excluded is not None:
+            self._release(record)
+        else:
+            self._held = record
+
+    def _times(self, record: CycleRecord) -> PhaseTimes | None:
+        slot = record.slot
+        if slot is None or not record.valid:
+            if record.slot is not None:
+                self.recorder.drop("hook_error")
+            return None
+        offsets = _rising(self.clock.offsets(slot))
+        if len(offsets) < 2:
+            self.recorder.drop("invalid_duration")
+            return None
+        kinds = record.kinds
+        phases, parts, steps = split(offsets, kinds)
+        host = [0.0] * len(phases)
+        start = slot.host[0]
+        for i in range(1, len(slot.host)):
+            end = slot.host[i]
+            host[phase_of(kinds[i - 1])] += (end - start) * 1e-9
+            start = end
+        if not steps and self.graph_mean and record.num_steps > 1:
+            steps = [phases[DRAFT_STEPS] / (record.num_steps - 1)] * (record.num_steps - 1)
+        if record.step_seconds is not None:
+            steps = list(record.step_seconds)
+            if not all(0.0 <= seconds < _LONGEST for seconds in steps):
+                self.recorder.drop("draft_step")
+                steps = []
+        gap = None
+        previous = record.previous
+        if previous is not None and previous.slot is not None and record.consecutive:
+            gap = self.clock.between(previous.slot, slot)
+            if not 0.0 <= gap < _LONGEST:
+                self.recorder.drop("invalid_duration")
+                gap = None
+        return PhaseTimes(
+            cycle=offsets[-1] - offsets[0],
+            phases=phases,
+            host=host,
+            parts=parts if record.parts else None,
+            steps=steps,
+            gap=gap,
+        )
+
+    def _release(self, record: CycleRecord) -> None:
+        if record.slot is not None:
+            self.clock.release(record.slot)
+            record.slot = None
+
+
+def _rising(offsets: Sequence[float]) -> Sequence[float]:
+    """Return offsets that never fall; empty when they are not finite or fall by more than CUDA's resolution.
+
+    A step back within the resolution (half a microsecond) is levelled: a negative phase would let a counter fall, and
+    Prometheus takes a falling counter for a restart.
+    """
+    last = 0.0
+    result: list[float] = []
+    for offset in offsets:
+        if not last - 1e-6 <= offset < _LONGEST:
+            return ()
+        last = max(last, offset)
+        result.append(last)
+    return result

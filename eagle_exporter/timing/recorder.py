@@ -1,0 +1,281 @@
+"""Adds finished cycles to a rank's registry file."""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from eagle_exporter import catalogue
+from eagle_exporter.registry.layout import batch_size_label, context_length_index
+
+if TYPE_CHECKING:
+    from eagle_exporter.registry.layout import Layout
+    from eagle_exporter.registry.writer import RankWriter
+    from eagle_exporter.timing.cycle import Acceptance, CycleRecord, PhaseTimes
+
+_LONGEST = 3600.0
+
+
+class RankRecorder:
+    """Everything that is counted for one rank; the only user of its `RankWriter`.
+
+    Series that the rank does not have (a hook is down, another rank records acceptance) point to a spare slot behind
+    the last one, which is never published: the hot path has no branches for them.
+    """
+
+    def __init__(self, writer: RankWriter) -> None:
+        """Record into `writer`."""
+        self.writer = writer
+        self.layout: Layout = writer.layout
+        self.values = writer.values
+        self._spare = len(self.values)
+        self.values.append(0.0)
+        layout = self.layout
+        plan = layout.plan
+        self._bounds = plan.duration_buckets
+        self._sum = len(self._bounds) + 1
+        self._max_num_steps = plan.max_num_steps
+
+        self._cycles = self._slot("eagle_cycles_total")
+        self._excluded = self._slots("eagle_cycles_excluded_total", catalogue.EXCLUDED_REASONS)
+        self._dropped = self._slots("eagle_cycles_dropped_total", catalogue.DROPPED_REASONS)
+        self._errors = self._slots("eagle_hook_errors_total", catalogue.HOOKS)
+        self._states = self._slots("eagle_timing_enabled", catalogue.TIMING_STATES)
+        self._cycle_histogram = layout.slot("eagle_cycle_duration_seconds")
+        self._phase_histograms = [layout.slot("eagle_phase_duration_seconds", phase) for phase in catalogue.PHASES]
+        self._gap_histogram = layout.slot("eagle_cycle_gap_seconds")
+        self._prefill_histograms = [
+            layout.slot("eagle_prefill_phase_duration_seconds", phase) for phase in catalogue.PREFILL_PHASES
+        ]
+        self._host = [self._slot("eagle_phase_host_seconds_total", phase) for phase in catalogue.PHASES]
+        self._host_bound = self._slot("eagle_host_bound_cycles_total")
+        self._parts = [
+            self._slot("eagle_verify_overhead_part_seconds_total", part) for part in catalogue.VERIFY_OVERHEAD_PARTS
+        ]
+        self._sampled = self._slot("eagle_verify_overhead_sampled_cycles_total")
+        steps = [str(step) for step in range(1, plan.max_num_steps)]
+        self._step_seconds = [self._slot("eagle_draft_step_seconds_total", step) for step in steps]
+        self._step_counts = [self._slot("eagle_draft_steps_total", step) for step in steps]
+        self._drafts = self._slot("eagle_drafts_total")
+        self._draft_tokens = self._slot("eagle_draft_tokens_total")
+        self._accepted = self._slot("eagle_accepted_tokens_total")
+        self._verified = self._slot("eagle_verified_tokens_total")
+        self._output = self._slot("eagle_output_tokens_total")
+        positions = [str(position) for position in range(plan.max_num_steps)]
+        self._offered_positions = [self._slot("eagle_offered_tokens_per_pos_total", p) for p in positions]
+        self._accepted_positions = [self._slot("eagle_accepted_tokens_per_pos_total", p) for p in positions]
+        self._accept_length = layout.slot("eagle_accept_length_tokens")
+        self._accept_length_bounds = tuple(float(n) for n in range(1, plan.max_num_steps + 2))
+        self._context_drafts = [self._slot("eagle_context_drafts_total", c) for c in catalogue.CONTEXT_LENGTHS]
+        self._context_accepted = [
+            self._slot("eagle_context_accepted_tokens_total", c) for c in catalogue.CONTEXT_LENGTHS
+        ]
+        self._wasted = self._slot("eagle_wasted_rows_total")
+        self._running = self._slot("eagle_running_requests")
+        self._num_steps = self._slot("eagle_spec_num_steps")
+        self._num_draft_tokens = self._slot("eagle_spec_num_draft_tokens")
+        self._last_cycle = self._slot("eagle_last_cycle_timestamp_seconds")
+        self._hook_host = self._slot("eagle_hook_host_seconds_total")
+        self._kv_allocation = self._slot("eagle_kv_allocation_host_seconds_total")
+        self._batch: dict[tuple[int, int], _BatchSlots] = {}
+        self._baseline = 0
+
+    # --- set-up ------------------------------------------------------------------------------------------
+    def start(self, hooks: dict[str, bool], state: str) -> None:
+        """Show which hooks are attached, the timing state and the start time."""
+        for hook, attached in hooks.items():
+            self.set_gauge("eagle_hook_up", float(attached), hook)
+        self.set_state(state)
+        self.set_gauge("eagle_rank_start_timestamp_seconds", time.time())
+        self.commit()
+
+    def set_gauge(self, name: str, value: float, *labels: str) -> None:
+        """Set one gauge; a value that is not finite makes it absent."""
+        slot = self.layout.slot(name, *labels)
+        if slot is not None:
+            self.values[slot] = value if math.isfinite(value) else math.nan
+
+    def set_state(self, state: str) -> None:
+        """Show the state of the timing."""
+        for name, slot in self._states.items():
+            self.values[slot] = float(name == state)
+
+    # --- hot path ----------------------------------------------------------------------------------------
+    def add_cycle(self, record: CycleRecord, acceptance: Acceptance, times: PhaseTimes | None) -> None:
+        """Count one decode cycle whose result is on the host.
+
+        Args:
+            record: Its facts from the launch.
+            acceptance: Its facts from the result.
+            times: Its times, None when it was not timed.
+        """
+        values = self.values
+        values[self._wasted] += acceptance.wasted_rows
+        if acceptance.excluded is not None:
+            values[self._excluded[acceptance.excluded]] += 1.0
+            return
+        num_steps = record.num_steps
+        batch = self._batch_slots(record.rows, num_steps)
+        values[self._cycles] += 1.0
+        values[batch.cycles] += 1.0
+        values[self._last_cycle] = time.time()
+        values[self._num_steps] = num_steps
+        values[self._num_draft_tokens] = record.num_draft_tokens
+        self._add_acceptance(record, acceptance, batch)
+        if times is None:
+            return
+        values[batch.timed] += 1.0
+        for slot, seconds in zip(batch.phases, times.phases, strict=True):
+            values[slot] += seconds
+        if times.gap is not None:
+            values[batch.gap] += times.gap
+        for slot, seconds in zip(self._host, times.host, strict=True):
+            values[slot] += seconds
+        if record.host_bound:
+            values[self._host_bound] += 1.0
+        if num_steps == 0:
+            return
+        self._observe(self._cycle_histogram, times.cycle)
+        for start, seconds in zip(self._phase_histograms, times.phases, strict=True):
+            self._observe(start, seconds)
+        if times.gap is not None:
+            self._observe(self._gap_histogram, times.gap)
+        if times.parts is not None:
+            values[self._sampled] += 1.0
+            for slot, seconds in zip(self._parts, times.parts, strict=True):
+                values[slot] += seconds
+        if times.steps:
+            for seconds, slot, count in zip(times.steps, self._step_seconds, self._step_counts, strict=False):
+                values[slot] += seconds
+                values[count] += 1.0
+
+    def _add_acceptance(self, record: CycleRecord, acceptance: Acceptance, batch: _BatchSlots) -> None:
+        values = self.values
+        correct = acceptance.correct_drafts
+        contexts = acceptance.context_tokens
+        live = len(correct)
+        accepted = sum(correct)
+        values[batch.drafts] += live
+        values[batch.accepted] += accepted
+        values[batch.context] += sum(contexts)
+        values[self._drafts] += live
+        values[self._draft_tokens] += live * (record.num_draft_tokens - 1)
+        values[self._accepted] += accepted
+        values[self._verified] += accepted + live
+        for slot in self._offered_positions[: record.num_steps]:
+            values[slot] += live
+        positions = self._accepted_positions
+        start = self._accept_length
+        last = len(self._accept_length_bounds)
+        for count in correct:
+            for slot in positions[:count]:
+                values[slot] += 1.0
+            if start is not None:
+                values[start + min(count, last)] += 1.0
+        if start is not None:
+            values[start + last + 1] += accepted + live
+        for count, context in zip(correct, contexts, strict=True):
+            index = context_length_index(context)
+            values[self._context_drafts[index]] += 1.0
+            values[self._context_accepted[index]] += count
+
+    def add_prefill(self, times: PhaseTimes) -> None:
+        """Observe a prefill batch: the target's part and the draft's extend over the prompt."""
+        # The timer labels the target's part of a prefill as target verify; see `CycleTimer.open_prefill`.
+        target, extend = times.phases[1], times.phases[2]
+        self._observe(self._prefill_histograms[0], target)
+        if extend > 0:
+            self._observe(self._prefill_histograms[1], extend)
+
+    def add_output_tokens(self, count: int) -> None:
+        """Count tokens that SGLang appended to requests."""
+        self.values[self._output] += count
+
+    def add_kv_allocation(self, seconds: float) -> None:
+        """Count host time of a KV allocation for decode."""
+        self.values[self._kv_allocation] += seconds
+
+    def add_host_cost(self, seconds: float) -> None:
+        """Count host time spent in the hooks."""
+        self.values[self._hook_host] += seconds
+
+    def set_running_requests(self, count: int) -> bool:
+        """Set the gauge of running requests; return whether it changed."""
+        changed = self.values[self._running] != count
+        self.values[self._running] = count
+        return changed
+
+    def drop(self, reason: str) -> None:
+        """Count a cycle whose time is not recorded."""
+        self.values[self._dropped[reason]] += 1.0
+
+    def error(self, hook: str) -> None:
+        """Count an exception of ours."""
+        self.values[self._errors[hook]] += 1.0
+
+    def commit(self) -> None:
+        """Publish everything counted so far."""
+        self.writer.commit()
+
+    # --- details -----------------------------------------------------------------------------------------
+    def _observe(self, start: int | None, seconds: float) -> None:
+        if start is None:
+            return
+        if not 0.0 <= seconds < _LONGEST:
+            # CUDA's resolution can put a boundary a fraction of a microsecond before the one it follows.
+            if not -1e-6 < seconds < 0.0:
+                self.drop("invalid_duration")
+                return
+            seconds = 0.0
+        self.values[start + bisect_left(self._bounds, seconds)] += 1.0
+        self.values[start + self._sum] += seconds
+
+    def _slot(self, name: str, *labels: str) -> int:
+        slot = self.layout.slot(name, *labels)
+        return self._spare if slot is None else slot
+
+    def _slots(self, name: str, values: Sequence[str]) -> dict[str, int]:
+        return {value: self._slot(name, value) for value in values}
+
+    def _batch_slots(self, rows: int, num_steps: int) -> _BatchSlots:
+        key = (rows, num_steps)
+        slots = self._batch.get(key)
+        if slots is None:
+            slots = self._batch[key] = self._make_batch_slots(rows, num_steps)
+        return slots
+
+    def _make_batch_slots(self, rows: int, num_steps: int) -> _BatchSlots:
+        size, tier = batch_size_label(rows), str(num_steps)
+        if tier not in self.layout.plan.tier_labels:
+            tier = catalogue.OTHER_NUM_STEPS
+        slots = _BatchSlots()
+        slots.cycles = self._slot("eagle_batch_cycles_total", size, tier)
+        slots.timed = self._slot("eagle_batch_timed_cycles_total", size, tier)
+        slots.gap = self._slot("eagle_batch_gap_seconds_total", size, tier)
+        slots.drafts = self._slot("eagle_batch_drafts_total", size, tier)
+        slots.accepted = self._slot("eagle_batch_accepted_tokens_total", size, tier)
+        slots.context = self._slot("eagle_batch_context_tokens_total", size, tier)
+        slots.phases = [
+            self._slot("eagle_batch_phase_seconds_total", size, tier, phase) for phase in catalogue.PHASES
+        ]
+        for slot in (slots.cycles, slots.timed, slots.gap, slots.drafts, slots.accepted, slots.context, *slots.phases):
+            if math.isnan(self.values[slot]):  # a series that appears on first use
+                self.values[slot] = 0.0
+        return slots
+
+
+class _BatchSlots:
+    """Slots of one (batch_size, num_steps)."""
+
+    __slots__ = ("accepted", "context", "cycles", "drafts", "gap", "phases", "timed")
+
+    cycles: int
+    timed: int
+    gap: int
+    drafts: int
+    accepted: int
+    context: int
+    phases: list[int]
