@@ -1,8 +1,8 @@
 """The command ``eagle-exporter``: one module per subcommand.
 
-Each module has ``add_parser(subparsers)``, which adds a parser named like the module, and ``run(args) -> int``,
-which returns the exit code. Only the module of the command that is called is imported, so that ``serve`` never
-waits for what ``top`` needs.
+Each module has ``add_parser(subparsers)``, which adds a parser named like the module, and ``run(args)``,
+which returns the exit code. Only the module of the command that is called is imported, so that ``serve`` never waits
+for what ``top`` needs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from eagle_exporter import __version__
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = ("serve", "top", "advise")
+COMMANDS = ("serve", "demo", "top", "advise")
 """Modules of this package, in the order in which ``--help`` shows them."""
 
 
@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(modules[args.command].run(args))
     except BrokenPipeError:
-        # Whoever read our output (head, less) has seen enough. Without this, Python complains once more at exit.
+        # Whoever read our output (head, less) has seen enough. Without this, Python complains once more at
+        # exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 _SERVER_NAME = "demo"
 _LINE_SECONDS_WITHOUT_TERMINAL = 5.0
-_METRICS_START_SECONDS = 30.0
-_PROMETHEUS_START_SECONDS = 30.0
+_METRICS_START_SECONDS = 60.0
+_PROMETHEUS_START_SECONDS = 60.0
 # The order of design and dashboards, not of size: the eye finds a phase in the same place every second.
 _PHASES = ("draft_steps", "target_verify", "draft_extend", "verify_overhead", "kv_cache", "other")
 
@@ -127,13 +127,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _Demo(args, stop, display).run()
     except DemoError as error:
-        display.end()
+        display.end()  # before the message, which goes to the other stream
         print(f"eagle-exporter demo: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
-        display.end()
         return EXIT_INTERRUPTED
     finally:
+        display.end()
         for number, handler in previous.items():
             signal.signal(number, handler)
 
@@ -426,7 +426,7 @@ class _Demo:
             return content
 
     def _prometheus_up(self) -> bool:
-        query = urllib.parse.quote('up{job="eagle-exporter"}')
+        query = urllib.parse.quote('max_over_time(up{job="eagle-exporter"}[1h])')
         try:
             answer = json.loads(self._ask_prometheus(f"/api/v1/query?query={query}"))
             return any(float(result["value"][1]) == 1.0 for result in answer["data"]["result"])
@@ -482,7 +482,7 @@ class _Demo:
         if counts.errors or counts.wrong_answers:
             problems.append(f"requests failed: {counts.first_error}")
         if prometheus_up is False:
-            problems.append("Prometheus could not scrape the exporter (up is not 1)")
+            problems.append("Prometheus could not scrape the exporter (up was never 1)")
         if self._stop.is_set() and self._args.duration is not None:
             return EXIT_INTERRUPTED
         if problems:

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-DEFAULT_DIRECTORY = "/dev/shm/eagle-exporter"
+DEFAULT_DIRECTORY = "/dev/shm/eagle-exporter"  # noqa: S108 - the shared registry, no temporary file
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -15,8 +15,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "serve",
         help="serve the metrics of all ranks over HTTP",
-        description="Serve /metrics, a live page on / and the JSON behind it. Needs read access to the registry only.",
-        epilog="Environment: EAGLE_EXPORTER_DIR, EAGLE_EXPORTER_LISTEN and EAGLE_EXPORTER_LOG_LEVEL set the defaults.",
+        description="Serve /metrics, a live page on / and the JSON behind it. Only reads the registry.",
+        epilog="Defaults come from EAGLE_EXPORTER_DIR, EAGLE_EXPORTER_LISTEN and EAGLE_EXPORTER_LOG_LEVEL.",
     )
     parser.add_argument(
         "--dir",
@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         dest="listen",
         metavar="ADDR",
         action="append",
-        help="HOST:PORT, [IPV6]:PORT or :PORT; may be repeated (default: EAGLE_EXPORTER_LISTEN, else 0.0.0.0:10077)",
+        help="HOST:PORT, [IPV6]:PORT or :PORT, repeatable (default: EAGLE_EXPORTER_LISTEN or 0.0.0.0:10077)",
     )
     parser.add_argument(
         "--web.telemetry-path",
@@ -44,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         dest="web_config",
         metavar="FILE",
         type=Path,
-        help="TLS, passwords and headers, in the format of the Prometheus exporter-toolkit; re-read while running",
+        help="TLS, passwords and headers, in the Prometheus exporter-toolkit's format; re-read while running",
     )
     parser.add_argument(
         "--log.level",

@@ -66,8 +66,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "top",
         help="show the live breakdown of the decode cycle in the terminal",
-        description="Show the live breakdown of the decode cycle, from the registry of this machine or from an "
-        "exporter elsewhere. Ctrl-C ends it.",
+        description="Show the live breakdown of the decode cycle, from the registry of this machine or from "
+        "an exporter elsewhere. Ctrl-C ends it.",
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument(

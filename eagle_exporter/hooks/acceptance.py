@@ -37,18 +37,13 @@ class RowsBefore:
     def __init__(self, requests: Sequence[Any]) -> None:
         """Look at `requests` (SGLang ``Req`` objects); keep no reference beyond the result's processing."""
         self.requests = requests
+        self.live = [request.finished_reason is None and not request.is_retracted for request in requests]
+        self.lengths = [len(request.output_ids) for request in requests]
         self.health_checks = 0
-        live: list[bool] = []
-        lengths: list[int] = []
-        for request in requests:
-            alive = request.finished_reason is None and not request.is_retracted
-            if alive and isinstance(request.rid, str) and request.rid.startswith(HEALTH_CHECK_PREFIX):
+        for row, request in enumerate(requests):
+            if self.live[row] and str(request.rid).startswith(HEALTH_CHECK_PREFIX):
+                self.live[row] = False
                 self.health_checks += 1
-                alive = False
-            live.append(alive)
-            lengths.append(len(request.output_ids))
-        self.live = live
-        self.lengths = lengths
 
     def appended_tokens(self) -> int:
         """Return the output tokens that SGLang has appended since, after stop conditions.

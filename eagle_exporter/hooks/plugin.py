@@ -346,7 +346,7 @@ def start_rank(session: Session, hooks: AttachedHooks, scheduler: Any, word: Wor
         word.server,
         rank.tp_rank,
         rank.pp_rank,
-        rank.dp_rank,
+        rank.dp_rank or 0,
         clock.name,
         "all up" if not hooks.problems else f"down: {', '.join(hooks.problems)}",
         path,

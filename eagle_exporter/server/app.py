@@ -71,8 +71,8 @@ def create_app(root: Path, *, telemetry_path: str = "/metrics") -> FastAPI:
 class Live:
     """The breakdown of the last minutes, kept up to date beside the event loop.
 
-    While somebody looks (a request within the last minute) the registry is read every second, else just often enough
-    that the first look finds all windows filled.
+    While somebody looks (a request within the last minute) the registry is read every second, else just often
+    enough that the first look finds all windows filled.
     """
 
     def __init__(self, view: RegistryView) -> None:

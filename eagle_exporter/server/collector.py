@@ -38,8 +38,8 @@ class RegistryCollector(Collector):
     def __init__(self, view: RegistryView) -> None:
         """Collect what `view` shows."""
         self._view = view
-        # The label dictionaries of a series never change during the life of a file, and building them costs more than
-        # everything else here.
+        # The label dictionaries of a series never change during the life of a file, and building them costs
+        # more than everything else here.
         self._labels: dict[Life, _LabelCache] = {}
 
     def describe(self) -> Iterator[PrometheusMetric]:
@@ -51,7 +51,8 @@ class RegistryCollector(Collector):
         """Yield the families.
 
         Args:
-            names: Only families with one of these names; the name of a sample (``..._bucket``) stands for its family.
+            names: Only families with one of these names; the name of a sample (``..._bucket``) stands for its
+                family.
         """
         wanted = [metric for metric in catalogue.METRICS if names is None or _is_named(metric, names)]
         try:

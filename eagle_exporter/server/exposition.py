@@ -24,12 +24,8 @@ DEFAULT_DEADLINE_SECONDS = 10.0
 _DEADLINE_MARGIN_SECONDS = 0.5
 _GZIP_LEVEL = 5
 _MAX_WAITING = 64
-_ESCAPING = (
-    openmetrics.ALLOWUTF8,
-    openmetrics.UNDERSCORES,
-    openmetrics.DOTS,
-    openmetrics.VALUES,
-)
+_ESCAPING = ("allow-utf-8", "underscores", "dots", "values")
+"""Schemes for names outside the classic character set. No name of ours is, so all make the same page."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +35,10 @@ class Format:
     Attributes:
         name: ``openmetrics`` or ``text``.
         content_type: What the response says it is.
-        escaping: Escaping scheme for names outside the classic character set. No name of ours is, so it only shows
-            in the content type.
     """
 
     name: str
     content_type: str
-    escaping: str = openmetrics.UNDERSCORES
 
 
 TEXT = Format("text", "text/plain; version=0.0.4; charset=utf-8")
@@ -61,8 +54,8 @@ class _Range:
 def negotiate(accept: str | None) -> Format:
     """Choose the format a client likes best.
 
-    The highest q-value wins, among equals the one named first. A client that accepts none of the formats gets the
-    classic text format, as from every Prometheus exporter.
+    The highest q-value wins, among equals the one named first. A client that accepts none of the formats gets
+    the classic text format, as from every Prometheus exporter.
 
     Args:
         accept: The Accept header, None when there is none.
@@ -102,7 +95,7 @@ class BusyError(Exception):
 
 
 class Renderer:
-    """Renders scrapes one after the other in a thread; scrapes that wait for the same thing share one rendering.
+    """Renders scrapes one by one in a thread; scrapes that wait for the same page share one rendering.
 
     Sharing never makes an answer old: a scrape joins only a rendering that has not begun yet.
     """
@@ -144,7 +137,7 @@ class Renderer:
         encode: Callable[..., bytes] = (
             openmetrics.generate_latest if wanted.name == "openmetrics" else text_format.generate_latest
         )
-        page = encode(read, escaping=wanted.escaping)
+        page = encode(read)
         return gzip.compress(page, _GZIP_LEVEL, mtime=0) if compress else page
 
 
@@ -155,14 +148,10 @@ def _format_for(item: _Range) -> Format | None:
         escaping = ""
     if item.media_type in ("application/openmetrics-text", "application/*") and version in (None, "1.0.0"):
         suffix = f"; escaping={escaping}" if escaping else ""
-        return Format(
-            "openmetrics",
-            f"application/openmetrics-text; version=1.0.0; charset=utf-8{suffix}",
-            escaping or openmetrics.UNDERSCORES,
-        )
+        return Format("openmetrics", f"application/openmetrics-text; version=1.0.0; charset=utf-8{suffix}")
     if item.media_type == "text/plain" and version == "1.0.0":
-        escaping = escaping or openmetrics.UNDERSCORES
-        return Format("text", f"text/plain; version=1.0.0; charset=utf-8; escaping={escaping}", escaping)
+        escaping = escaping or "underscores"
+        return Format("text", f"text/plain; version=1.0.0; charset=utf-8; escaping={escaping}")
     if item.media_type in ("text/plain", "text/*", "*/*") and version in (None, "0.0.4"):
         return TEXT
     return None

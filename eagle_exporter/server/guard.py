@@ -105,7 +105,7 @@ class _Passwords:
         self._known: OrderedDict[bytes, bool] = OrderedDict()
 
     async def check(self, users: Mapping[str, bytes], header: bytes) -> bool | None:
-        """Return whether an Authorization header names a user with the right password; None when it is too busy."""
+        """Return whether an Authorization header has a user and the right password; None when too busy."""
         credentials = _decode(header)
         if credentials is None:
             return False

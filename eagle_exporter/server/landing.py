@@ -16,7 +16,8 @@ class LandingPage:
 
     Attributes:
         body: The HTML.
-        headers: Among them a Content-Security-Policy that allows the page's own script and style and nothing else.
+        headers: Among them a Content-Security-Policy that allows the page's own script and style and nothing
+            else.
     """
 
     def __init__(self, telemetry_path: str) -> None:
@@ -24,8 +25,9 @@ class LandingPage:
         template = resources.files("eagle_exporter.server").joinpath("page.html").read_text(encoding="utf-8")
         self.headers = {
             "Content-Security-Policy": (
-                f"default-src 'none'; script-src {_hash('script', template)}; style-src {_hash('style', template)}; "
-                "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+                f"default-src 'none'; script-src {_hash('script', template)}; "
+                f"style-src {_hash('style', template)}; connect-src 'self'; img-src data:; "
+                "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
             ),
             "X-Frame-Options": "DENY",
             "Cache-Control": "no-cache",

@@ -70,7 +70,7 @@ def bind(addresses: Sequence[str]) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     try:
         for address in addresses:
-            sockets.append(_bind(address))
+            sockets.append(_bind(address))  # noqa: PERF401 - closed one by one on an error
     except BaseException:
         for bound in sockets:
             bound.close()
@@ -81,7 +81,7 @@ def bind(addresses: Sequence[str]) -> list[socket.socket]:
 def _bind(address: str) -> socket.socket:
     host, port = parse_address(address)
     if host in ("", "::"):
-        host = "::" if host or _has_ipv6() else "0.0.0.0"
+        host = "::" if host or _has_ipv6() else "0.0.0.0"  # noqa: S104
     family, kind, protocol, _, target = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -145,7 +145,7 @@ class Server(uvicorn.Server):
         self._idle: dict[Connection, None] = {}
         self.servers: list[asyncio.base_events.Server] = []
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
         """Begin to accept."""
         await self._accept()
         self.started = True
@@ -169,8 +169,8 @@ class Server(uvicorn.Server):
         def protocol() -> Connection:
             return Connection(self.config, self.server_state, {}, _loop=loop, idle=self._idle)
 
-        # A server closes its socket with itself, so each gets a duplicate: the queue of waiting connections belongs to
-        # both, and none is refused while one server takes over from the other.
+        # A server closes its socket with itself, so each gets a duplicate: the queue of waiting connections
+        # belongs to both, and none is refused while one server takes over from the other.
         self.servers = [
             await loop.create_server(
                 protocol,
@@ -186,12 +186,13 @@ class Server(uvicorn.Server):
 class Connection(H11Protocol):
     """A connection that cannot hold the server up.
 
-    uvicorn waits without end for the first request of a connection, and for a client that does not read. Here both
-    have a time limit, and when there are too many connections the one that has been idle for longest makes room.
+    uvicorn waits without end for the first request of a connection, and for a client that does not read. Here
+    both have a time limit, and when there are too many connections the one that has been idle for longest
+    makes room.
     """
 
     def __init__(self, *args: Any, idle: dict[Connection, None], **kwargs: Any) -> None:
-        """Make a protocol that enters itself into `idle` (the longest idle first) whenever it has no request."""
+        """Make a protocol that is in `idle` (the longest idle first) whenever it has no request."""
         super().__init__(*args, **kwargs)
         self._idle = idle
         self._timer: asyncio.TimerHandle | None = None

@@ -1,14 +1,14 @@
 """The JSON of ``/api/v1/cycle``. FastAPI documents it in ``/openapi.json``.
 
-A value that is not known is null, never 0 and never a guess: a window without cycles has no milliseconds, a rank that
-counts no acceptance has no accept length.
+A value that is not known is null, never 0 and never a guess: a window without cycles has no milliseconds, a
+rank that counts no acceptance has no accept length.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Phase(BaseModel):
@@ -55,7 +55,7 @@ class BatchSize(Cost):
 
 
 class Window(Cost):
-    """What happened in the last seconds. Cycles with speculation; plain decode only when there is nothing else."""
+    """The last seconds: cycles with speculation, plain decode only when there is nothing else."""
 
     seconds: float | None = Field(description="Seconds that were really covered; less soon after a start.")
     cycles_per_second: float | None
@@ -95,6 +95,9 @@ class Rank(BaseModel):
 class Server(BaseModel):
     """One SGLang server."""
 
+    # Older versions of pydantic keep names that begin with model_ for themselves.
+    model_config = ConfigDict(protected_namespaces=())
+
     server: str
     model_name: str
     config: dict[str, str] | None = Field(description="Labels of eagle_spec_config_info; null when unknown.")
@@ -129,8 +132,8 @@ class Cycle(BaseModel):
     version: str = Field(description="Version of the exporter.")
     taken: float = Field(description="Unix seconds of the newest reading.")
     state: State = Field(
-        description="live: cycles within the last 10 s; no_traffic: ranks, but no cycle; all_ended: every rank has "
-        "ended; no_rank: no rank at all; unreadable: the registry root cannot be read."
+        description="live: cycles within the last 10 s; no_traffic: ranks, but no cycle; all_ended: every "
+        "rank has ended; no_rank: no rank at all; unreadable: the registry root cannot be read."
     )
     registry: Registry
     servers: list[Server]

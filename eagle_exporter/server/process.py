@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from socket import socket
 
+    from typing_extensions import Self
+
 _RETRY_SECONDS = 0.5
 _PARENT_SECONDS = 1.0
 _RELOAD_SECONDS = 1.0
@@ -183,7 +185,7 @@ class _Tasks:
         task.add_done_callback(_log_failure)
         self._tasks.append(task)
 
-    async def __aenter__(self) -> _Tasks:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -242,8 +244,8 @@ class _Life:
     async def watch_parent(self) -> None:
         """End when the parent is gone.
 
-        Two ways, since each has a gap: the pipe stays open when another child of the parent inherited its writing end,
-        and the parent's number says nothing when the parent was gone before we looked.
+        Two ways, since each has a gap: the pipe stays open when another child of the parent inherited its
+        writing end, and the parent's number says nothing when the parent was gone before we looked.
         """
         descriptor = self._settings.parent_fd
         if descriptor is not None:
@@ -307,7 +309,10 @@ async def _sockets(settings: Settings, life: _Life) -> list[socket] | None:
 
 
 def _busy(address: str) -> str:
-    return f"{address} is in use by another program; set EAGLE_EXPORTER_LISTEN or --web.listen-address to a free one"
+    return (
+        f"{address} is in use by another program; "
+        "set EAGLE_EXPORTER_LISTEN or --web.listen-address to a free one"
+    )
 
 
 class _Holder(Enum):

@@ -93,7 +93,8 @@ class RegistryView:
             registry = self._reader.read()
             now = self._clock()
             ranks = tuple(RankView(snapshot, self._liveness(snapshot, now)) for snapshot in registry.ranks)
-            # Lives whose file is gone or replaced are forgotten; so this holds no more entries than there are files.
+            # Lives whose file is gone or replaced are forgotten; so this holds no more entries than there are
+            # files.
             present = {rank.life for rank in ranks}
             self._ended_since = {life: since for life, since in self._ended_since.items() if life in present}
             counts = Counter(registry.skipped.values())

@@ -1,7 +1,7 @@
 """The web configuration file: TLS, passwords, headers, in the format of the Prometheus exporter-toolkit.
 
-The file is checked whole before it is used. While the exporter runs it is re-read when it or a certificate changed; a
-wrong file is refused with its line and key, and what was in force stays in force.
+The file is checked whole before it is used. While the exporter runs it is re-read when it or a certificate
+changed; a wrong file is refused with its line and key, and what was in force stays in force.
 """
 
 from __future__ import annotations

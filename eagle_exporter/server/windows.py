@@ -142,7 +142,8 @@ class Windows:
         increases = {
             window: [self._increase(rank, seconds) for rank in ranks] for window, seconds in WINDOWS.items()
         }
-        # Every rank of a tensor-parallel group times the same cycle, so pooling all of them would count it many times.
+        # Every rank of a tensor-parallel group times the same cycle, so pooling all of them would count it
+        # many times.
         recording = [i for i, rank in enumerate(ranks) if _is_recording(rank)] or list(range(len(ranks)))
         running = [
             value for i in recording if (value := _gauge(ranks[i], "eagle_running_requests")) is not None

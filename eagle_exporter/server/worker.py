@@ -16,8 +16,9 @@ Result = TypeVar("Result")
 class Worker:
     """A thread of its own.
 
-    Unlike an executor's, the thread is a daemon: one that hangs (a registry on a network file system that is gone)
-    makes its callers run into their deadline, but keeps neither the event loop nor the end of the process waiting.
+    Unlike an executor's, the thread is a daemon: one that hangs (a registry on a network file system that is
+    gone) makes its callers run into their deadline, but keeps neither the event loop nor the end of the
+    process waiting.
     """
 
     def __init__(self, name: str) -> None:

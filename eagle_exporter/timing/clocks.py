@@ -103,7 +103,7 @@ class HostClock(_PooledClock):
     name = "host"
     tells_host_bound = False
 
-    def __init__(self, slots: int = 16, marks: int = 64) -> None:
+    def __init__(self, slots: int = 24, marks: int = 64) -> None:
         """Make a pool of `slots` cycles of up to `marks` boundaries each."""
         super().__init__(slots, marks, [[] for _ in range(slots)])
 
@@ -144,7 +144,7 @@ class SyncClock(HostClock):
 
     name = "sync"
 
-    def __init__(self, slots: int = 16, marks: int = 64) -> None:
+    def __init__(self, slots: int = 24, marks: int = 64) -> None:
         """Make a pool of `slots` cycles of up to `marks` boundaries each."""
         super().__init__(slots, marks)
         import torch
@@ -169,11 +169,12 @@ class CudaEventClock(_PooledClock):
     name = "cuda_event"
     tells_host_bound = True
 
-    def __init__(self, slots: int = 8, marks: int = 40, *, cuda: Any = None) -> None:
+    def __init__(self, slots: int = 24, marks: int = 40, *, cuda: Any = None) -> None:
         """Make a pool of `slots` cycles of up to `marks` boundaries each.
 
         Args:
-            slots: The overlap scheduler keeps two cycles in flight, and the previous one is kept for the gap.
+            slots: Results are recorded 16 at a time, the overlap scheduler keeps two cycles in flight, and the one
+                before is kept for the gap.
             marks: Boundaries of one cycle.
             cuda: A stand-in for ``torch.cuda`` in tests.
         """

@@ -189,6 +189,11 @@ class CycleTimer:
         """The decode cycle launched last, timed or not."""
         return self._last
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a cycle is launched or finished but not recorded yet."""
+        return bool(self._pending)
+
     # --- launch ------------------------------------------------------------------------------------------
     def open(self, rows: int, num_steps: int, num_draft_tokens: int) -> CycleRecord:
         """Begin a decode cycle on the current stream.
@@ -262,6 +267,20 @@ class CycleTimer:
         record.kinds.append(kind)
         self.clock.mark(record.slot)
         self.host_ns += perf_counter_ns() - begin
+
+    def launch_verify(self) -> None:
+        """The target model's forward is about to be launched.
+
+        If the device has already passed the last mark it has run dry: it waits for the host in the middle of the cycle,
+        as it does when something before the verify synchronises.
+        """
+        record = self.current
+        if record is not None and record.slot is not None:
+            if record.host_bound is False:
+                begin = perf_counter_ns()
+                record.host_bound = self.clock.done(record.slot)
+                self.host_ns += perf_counter_ns() - begin
+            self.mark(TARGET_VERIFY)
 
     def relabel(self, kind: int) -> None:
         """Let the interval that is open now belong to `kind`: a boundary shared with the preceding phase."""

@@ -1,0 +1,388 @@
+"""A plugin for measuring the exporter on a GPU: changes at run time what is measured, inside SGLang's scheduler.
+
+Commands come as JSON in the file named by EAGLE_GPU_SWITCH and are obeyed while the scheduler is idle; the answer
+goes to the same name with ``.done``. Nothing of it runs while requests are served, except what a command asks for.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+PATH = os.environ.get("EAGLE_GPU_SWITCH", "")
+PLANTS = {
+    "kv_cache": "sglang.srt.speculative.eagle_worker_common.prepare_for_draft",
+    "draft_steps": "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner.execute",
+    "verify_overhead": "sglang.srt.speculative.eagle_utils.eagle_sample",
+    "target_verify": "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+    "draft_extend": "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode",
+}
+HOOK_METHODS = (
+    "begin_cycle end_cycle note_verify collect_draft_steps note_replay before_result after_result flush note_plan"
+).split()
+
+
+class State:
+    """What the commands have set."""
+
+    plant = ""
+    plant_cycles = 0
+    plant_sync = False
+    sequence = -1
+    mode = "on"
+    next_look = 0.0
+    records: list[dict[str, Any]] | None = None
+    iterations: list[int] | None = None
+    result_times: list[int] = []
+    profiler: Any = None
+    profiled: list[dict[str, Any]] = []
+    costs: list[float] = []
+    device_times: collections.Counter[str] = collections.Counter()
+
+
+def register() -> None:
+    """Plant the faults' places, and look for commands in the scheduler's loop."""
+    if not PATH:
+        return
+    import torch
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def planter(phase: str) -> Any:
+        def around(original: Any, *args: Any, **kwargs: Any) -> Any:
+            if phase == "target_verify" and not kwargs.get("is_verify"):
+                return original(*args, **kwargs)
+            if State.plant == phase:
+                torch.cuda._sleep(State.plant_cycles)
+            if State.plant_sync and phase == "kv_cache":
+                batch = next(a for a in args if hasattr(a, "seq_lens"))
+                batch.seq_lens.sum().item()
+            return original(*args, **kwargs)
+
+        return around
+
+    for phase, target in PLANTS.items():
+        HookRegistry.register(target, planter(phase), HookType.AROUND)
+
+    def look(plan: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
+        batch = getattr(plan, "batch_to_run", plan)
+        if batch is None:
+            now = time.monotonic()
+            if now > State.next_look:
+                State.next_look = now + 0.002
+                _obey(scheduler)
+        elif State.iterations is not None:
+            State.iterations.append(time.perf_counter_ns())
+        return plan
+
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run", look, HookType.AFTER
+    )
+
+
+def _obey(scheduler: Any) -> None:
+    try:
+        with open(PATH) as file:
+            command = json.load(file)
+    except (OSError, ValueError):
+        return
+    if command["sequence"] == State.sequence:
+        return
+    State.sequence = command["sequence"]
+    try:
+        answer = _run(command, scheduler) or {}
+    except Exception:
+        answer = {"error": traceback.format_exc()}
+    with open(PATH + ".new", "w") as file:
+        json.dump({"sequence": State.sequence, **answer}, file)
+    os.replace(PATH + ".new", PATH + ".done")
+
+
+def _run(command: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+    from eagle_exporter.hooks import plugin
+
+    session, hooks = plugin.active[0] if plugin.active else (None, None)
+    answer: dict[str, Any] = {}
+    if "mode" in command:
+        _set_mode(command["mode"], session, hooks, scheduler)
+    if "plant" in command:
+        State.plant = command["plant"] or ""
+        State.plant_cycles = int(command.get("plant_cycles", 0))
+    if "plant_sync" in command:
+        State.plant_sync = bool(command["plant_sync"])
+    if "calibrate" in command:
+        answer["sleep_seconds"] = _calibrate(int(command["calibrate"]))
+    if command.get("record"):
+        _start_recording(session)
+    if command.get("profile"):
+        _profile_window(session, *command["profile"])
+    if command.get("strict_sync"):
+        _forbid_synchronisation(session)
+    if command.get("profiled_records"):
+        answer["records"] = State.profiled
+    if command.get("take_records"):
+        answer["records"] = State.records
+        State.records = None
+    if command.get("iterations") is not None:
+        answer["iterations"] = State.iterations
+        State.iterations = [] if command["iterations"] else None
+    if command.get("device_times"):
+        answer["device_times"] = dict(State.device_times)
+        State.device_times.clear()
+    if command.get("costs"):
+        answer["costs"] = State.costs[:]
+        State.costs.clear()
+    if command.get("parts"):
+        answer["parts"] = _measure_parts(session)
+    if session is not None:
+        answer["sample_every"] = session.budget.sample_every
+        answer["state"] = session.budget.state
+        if session.graph_events is not None:
+            answer["draft_graphs"] = sorted(session.graph_events.graphs)
+    return answer
+
+
+def _runners(scheduler: Any) -> list[Any]:
+    draft = getattr(scheduler.draft_worker, "draft_worker", None)
+    return [runner for runner in (scheduler.tp_worker.model_runner, getattr(draft, "draft_runner", None)) if runner]
+
+
+def _set_mode(mode: str, session: Any, hooks: Any, scheduler: Any) -> None:
+    from eagle_exporter.hooks.plugin import make_clock
+    from eagle_exporter.timing.budget import Budget
+    from eagle_exporter.timing.cycle import CycleTimer
+
+    want_timer = "device_timer" in mode
+    for runner in _runners(scheduler):
+        if want_timer:
+            from sglang.srt.utils.device_timer import DeviceTimer
+
+            runner.device_timer = DeviceTimer(reporter=_report_device_time)
+        elif State.mode.find("device_timer") >= 0:
+            runner.device_timer = None
+    State.mode = mode
+    if session is None:
+        return
+    if mode in ("raw", "device_timer"):
+        hooks.undo()
+        return
+    for patch in hooks.patches:
+        patch.redo()
+    clock = {"host": "host", "sync": "sync"}.get(mode, "cuda_event")
+    sample_every = {"auto": None, "sparse": 1000000}.get(mode, 1)
+    budget = Budget(sample_every)
+    if sample_every == 1:
+        budget.spent = lambda seconds: None  # a measurement of the cost must not be ended by the fuse
+    _watch_costs(session)
+    previous = session.timer
+    timer = CycleTimer(make_clock(clock), session.recorder, budget)
+    timer.graph_mean = previous.graph_mean
+    if not hasattr(session, "all_graph_events"):
+        session.all_graph_events = session.graph_events
+    session.graph_events = session.all_graph_events if clock == "cuda_event" else None
+    session.start(timer, session.recorder, budget, session.control, recording=session.recording)
+    budget.set_state("off" if mode == "off" else "on")
+    session.recorder.set_state(budget.state)
+
+
+def _watch_costs(session: Any) -> None:
+    """Note the host time per cycle of each flush."""
+    if hasattr(session, "original_flush"):
+        return
+    recorder = session.recorder
+    session.original_flush, original_cost = session.flush, recorder.add_host_cost
+    last = [0.0]
+
+    def add_host_cost(seconds: float) -> None:
+        last[0] = seconds
+        original_cost(seconds)
+
+    def flush() -> None:
+        count = len(session._results)
+        session.original_flush()
+        if count >= 8:
+            State.costs.append(last[0] / count)
+
+    recorder.add_host_cost, session.flush = add_host_cost, flush
+
+
+def _report_device_time(t: float, category: str, **_: Any) -> None:
+    State.device_times[category] += t
+    State.device_times[category + ".count"] += 1
+
+
+def _calibrate(cycles: int) -> float:
+    import torch
+
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    samples = []
+    for _ in range(20):
+        start.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) / 1e3)
+    return sorted(samples)[10]
+
+
+def _start_recording(session: Any) -> None:
+    recorder = session.recorder
+    State.records = []
+    if hasattr(recorder, "original_add_cycle"):
+        return
+    recorder.original_add_cycle = recorder.add_cycle
+
+    def add_cycle(record: Any, acceptance: Any, times: Any) -> None:
+        recorder.original_add_cycle(record, acceptance, times)
+        if State.records is not None and acceptance.excluded is None:
+            entry = {
+                "rows": record.rows,
+                "num_steps": record.num_steps,
+                "num_draft_tokens": record.num_draft_tokens,
+                "accepted": list(acceptance.correct_drafts),
+                "context": list(acceptance.context_tokens),
+                "wasted": acceptance.wasted_rows,
+                "host_bound": record.host_bound,
+            }
+            if times is not None:
+                entry |= {
+                    "cycle": times.cycle,
+                    "phases": times.phases,
+                    "host": times.host,
+                    "gap": times.gap,
+                    "steps": list(times.steps),
+                    "parts": times.parts,
+                }
+            State.records.append(entry)
+
+    recorder.add_cycle = add_cycle
+
+
+def _profile_window(session: Any, first: int, cycles: int, path: str) -> None:
+    """Profile `cycles` decode cycles from number `first` on, each interval of a cycle in a range of its own."""
+    import torch
+    from eagle_exporter.timing import cycle as kinds
+    from torch.profiler import ProfilerActivity
+
+    timer = session.timer
+    State.profiled = []
+    count = 0
+    ranges: list[Any] = []
+    inside: list[Any] = []
+    original_open, original_close, original_mark, original_relabel = timer.open, timer.close, timer.mark, timer.relabel
+
+    def begin(kind: int) -> None:
+        span = torch.profiler.record_function(f"eagle:{len(inside) - 1}:{kinds.phase_of(kind)}")
+        span.__enter__()
+        ranges.append(span)
+
+    def end() -> None:
+        while ranges:
+            ranges.pop().__exit__(None, None, None)
+
+    def open_cycle(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == first:
+            State.profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+            State.profiler.start()
+        record = original_open(*args)
+        if State.profiler is not None:
+            record.parts = False
+            inside.append(record)
+            begin(record.kinds[-1])
+        return record
+
+    def mark(kind: int) -> None:
+        if State.profiler is not None:
+            end()
+        original_mark(kind)
+        if State.profiler is not None:
+            begin(kind)
+
+    def relabel(kind: int) -> None:
+        original_relabel(kind)
+        if State.profiler is not None:
+            end()
+            begin(kind)
+
+    def close(record: Any) -> None:
+        end()
+        original_close(record)
+        if State.profiler is not None and len(inside) == cycles:
+            torch.cuda.synchronize()
+            State.profiler.stop()
+            State.profiler.export_chrome_trace(path)
+            State.profiler = None
+            for name in ("open", "close", "mark", "relabel"):
+                delattr(timer, name)
+            for cycle in inside:
+                offsets = list(timer.clock.offsets(cycle.slot)) if cycle.slot is not None else []
+                if offsets:
+                    phases, _, _ = kinds.split(offsets, cycle.kinds)
+                    State.profiled.append({"phases": phases, "cycle": offsets[-1], "host_bound": cycle.host_bound})
+                else:
+                    State.profiled.append({})
+
+    timer.open, timer.close, timer.mark, timer.relabel = open_cycle, close, mark, relabel
+
+
+def _forbid_synchronisation(session: Any) -> None:
+    import torch
+
+    def strict(method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return method(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return call
+
+    # Wrappers look most of these up on the session at each call; the spans hold them bound, so the timer is covered too.
+    for name in HOOK_METHODS:
+        setattr(session, name, strict(getattr(session, name)))
+    for name in ("mark", "open", "close", "complete", "drain", "open_prefill", "launch_verify"):
+        setattr(session.timer, name, strict(getattr(session.timer, name)))
+
+
+def _measure_parts(session: Any) -> dict[str, float]:
+    """Microseconds of one timed cycle's parts, in a hot loop in this very process."""
+    import torch
+
+    clock = session.timer.clock
+    now = time.perf_counter_ns
+    stream = torch.cuda.current_stream()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(8)]
+    for event in events:
+        event.record(stream)
+    torch.cuda.synchronize()
+
+    def loop(function: Any, times: int = 300) -> float:
+        begin = now()
+        for _ in range(times):
+            function()
+        return (now() - begin) / times / 1e3
+
+    parts = {
+        "current_stream": loop(torch.cuda.current_stream),
+        "record_8": loop(lambda: [event.record(stream) for event in events]),
+        "query": loop(events[0].query),
+    }
+    torch.cuda.synchronize()
+    parts["elapsed_7"] = loop(lambda: [events[0].elapsed_time(event) for event in events[1:]])
+    parts["commit"] = loop(session.recorder.commit)
+    slot = clock.acquire()
+    if slot is not None:
+        clock.mark(slot)
+        clock.release(slot)
+    return parts
+
+
+if __name__ == "__main__":
+    sys.exit("load it as an SGLang plugin")
