@@ -1,8 +1,8 @@
 """The command ``eagle-exporter``: one module per subcommand.
 
-Each module has ``add_parser(subparsers)``, which adds a parser named like the module, and ``run(args)``,
-which returns the exit code. Only the module of the command that is called is imported, so that ``serve`` never waits
-for what ``top`` needs.
+Each module has ``add_parser(subparsers)``, which adds a parser named like the module, and
+``run(args) -> int``, which returns the exit code. Only the module of the command that is called is imported,
+so that ``serve`` never waits for what ``top`` needs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from eagle_exporter import __version__
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = ("serve", "demo", "top", "advise")
+COMMANDS = ("serve", "demo", "top", "doctor", "advise", "assets", "off", "on")
 """Modules of this package, in the order in which ``--help`` shows them."""
 
 

@@ -1,8 +1,12 @@
-"""``eagle-exporter demo``: the real SGLang with EAGLE-3 and the exporter, on a machine without a GPU."""
+"""``eagle-exporter demo``: the real SGLang with EAGLE-3 and the exporter, on a machine without a GPU.
+
+With ``--replay`` recorded GPU cycles take SGLang's place.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import importlib.util
 import json
@@ -21,14 +25,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eagle_exporter import settings
+from eagle_exporter.demo import replay
 from eagle_exporter.demo.child import SupervisedChild, log_tail
 from eagle_exporter.demo.models import build_pair
 from eagle_exporter.demo.sglang_server import ServerError, SGLangServer
-from eagle_exporter.demo.traffic import Traffic, TrafficCounts
+from eagle_exporter.demo.traffic import Traffic
+from eagle_exporter.registry.writer import RegistryError, clear_stale_files, server_directory
 from eagle_exporter.settings import DEFAULT_DIRECTORY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from types import FrameType
 
     from prometheus_client.samples import Sample
@@ -37,6 +44,16 @@ _SERVER_NAME = "demo"
 _LINE_SECONDS_WITHOUT_TERMINAL = 5.0
 _METRICS_START_SECONDS = 60.0
 _PROMETHEUS_START_SECONDS = 60.0
+_SGLANG_OPTIONS = {
+    "port": 30000,
+    "steps": 3,
+    "topk": 1,
+    "draft_tokens": None,
+    "overlap": False,
+    "tp": 1,
+    "clients": 6,
+}
+_REPLAY_OPTIONS = {"ranks": 1, "speed": 1.0, "faults": None}
 # The order of design and dashboards, not of size: the eye finds a phase in the same place every second.
 _PHASES = ("draft_steps", "target_verify", "draft_extend", "verify_overhead", "kv_cache", "other")
 
@@ -60,7 +77,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "demo",
         help="run the real SGLang with EAGLE-3 and the exporter on this machine's CPU",
         description="Starts an unmodified SGLang server on the CPU with a tiny EAGLE-3 model pair and this "
-        "exporter's plugin, sends traffic, and shows the live cycle breakdown. Ctrl-C ends it.",
+        "exporter's plugin, sends traffic, and shows the live cycle breakdown. With --replay, cycles that were "
+        "recorded on a GPU are played instead: it starts in seconds and needs no SGLang. Ctrl-C ends it.",
     )
     parser.add_argument(
         "--duration",
@@ -68,7 +86,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="SECONDS",
         help="end after this time of traffic (default: Ctrl-C)",
     )
-    parser.add_argument("--port", type=int, default=30000, help="SGLang's port (default: %(default)s)")
     parser.add_argument(
         "--listen",
         default="127.0.0.1:10077",
@@ -84,28 +101,45 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--prometheus-port", type=int, default=9090, metavar="PORT", help="its port (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=int, default=3, help="--speculative-num-steps (default: %(default)s)")
-    parser.add_argument("--topk", type=int, default=1, help="--speculative-eagle-topk (default: %(default)s)")
-    parser.add_argument(
-        "--draft-tokens", type=int, help="--speculative-num-draft-tokens (default: steps + 1; 8 for a tree)"
-    )
-    parser.add_argument(
-        "--overlap",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="the overlap event loop, SGLang's default on a GPU (default: the normal loop, its default here)",
-    )
-    parser.add_argument(
-        "--tp", type=int, default=1, metavar="RANKS", help="tensor parallel ranks (default: 1)"
-    )
-    parser.add_argument("--clients", type=int, default=6, help="concurrent requests (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the traffic (default: %(default)s)")
     parser.add_argument(
         "--cache",
         type=Path,
         help="for models and logs (default: ~/.cache/eagle-exporter, EAGLE_EXPORTER_CACHE)",
     )
-    parser.set_defaults(run=run)
+    sglang = parser.add_argument_group("with SGLang")
+    sglang.add_argument("--port", type=int, help="SGLang's port (default: %(default)s)")
+    sglang.add_argument("--steps", type=int, help="--speculative-num-steps (default: %(default)s)")
+    sglang.add_argument("--topk", type=int, help="--speculative-eagle-topk (default: %(default)s)")
+    sglang.add_argument(
+        "--draft-tokens", type=int, help="--speculative-num-draft-tokens (default: steps + 1; 8 for a tree)"
+    )
+    sglang.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        help="the overlap event loop, SGLang's default on a GPU (default: the normal loop, its default here)",
+    )
+    sglang.add_argument("--tp", type=int, metavar="RANKS", help="tensor parallel ranks (default: %(default)s)")
+    sglang.add_argument("--clients", type=int, help="concurrent requests (default: %(default)s)")
+    replayed = parser.add_argument_group("with a recording")
+    replayed.add_argument("--replay", action="store_true", help="play recorded GPU cycles instead of SGLang")
+    replayed.add_argument(
+        "--ranks", type=_ranks, help="play a node of so many tensor parallel ranks (default: %(default)s)"
+    )
+    replayed.add_argument(
+        "--speed",
+        type=_positive_factor,
+        metavar="FACTOR",
+        help="cycles follow each other so many times faster; their times stay (default: %(default)s)",
+    )
+    replayed.add_argument(
+        "--faults",
+        type=Path,
+        metavar="FILE",
+        help='deviations from the recording, read again while it plays: {"phase_factors": {"target_verify": 1.3}, '
+        '"acceptance_factor": 0.5, "slow_rank": 3, "host_factor": 2, "idle": true, "dead_ranks": [5], "num_steps": 2}',
+    )
+    parser.set_defaults(run=run, **_SGLANG_OPTIONS, **_REPLAY_OPTIONS)
     return parser
 
 
@@ -125,7 +159,8 @@ def run(args: argparse.Namespace) -> int:
     previous = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
     display = _Display()
     try:
-        return _Demo(args, stop, display).run()
+        kind = _ReplayDemo if args.replay else _SGLangDemo
+        return kind(args, stop, display).run()
     except DemoError as error:
         display.end()  # before the message, which goes to the other stream
         print(f"eagle-exporter demo: {error}", file=sys.stderr, flush=True)
@@ -208,9 +243,7 @@ def read_metrics(text: str, server: str, when: float) -> _Reading:
 
     totals: dict[str, float] = {}
     phases = dict.fromkeys(_PHASES, 0.0)
-    samples: Iterable[Sample] = (
-        sample for family in text_string_to_metric_families(text) for sample in family.samples
-    )
+    samples: Iterable[Sample] = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
     for sample in samples:
         if sample.labels.get("server") != server:
             continue
@@ -249,128 +282,89 @@ def breakdown(before: _Reading, after: _Reading) -> str:
 
 
 class _Demo:
+    """What both demos have: the exporter's metrics, Prometheus, the live line, the end."""
+
+    _source = ""
+    _default_server_name = _SERVER_NAME
+
     def __init__(self, args: argparse.Namespace, stop: threading.Event, display: _Display) -> None:
         self._args = args
         self._stop = stop
         self._display = display
         self._listen_host, self._listen_port = _host_and_port(args.listen)
-        self._server_name = os.environ.get("EAGLE_EXPORTER_SERVER", _SERVER_NAME)
+        self._server_name = os.environ.get("EAGLE_EXPORTER_SERVER") or self._default_server_name
         cache: Path = args.cache or default_cache()
         self._directory = cache / "demo"
         self._metrics_url = f"http://{_connect_host(self._listen_host)}:{self._listen_port}/metrics"
 
-    def run(self) -> int:
-        args = self._args
-        if importlib.util.find_spec("sglang") is None:
-            raise DemoError(
-                f"sglang cannot be imported by {sys.executable}. `make demo` in a checkout of eagle-exporter "
-                "installs everything that the demo needs and runs it.",
-                EXIT_USAGE,
-            )
-        _check_port("127.0.0.1", args.port, "--port", "SGLang")
-        _check_port(self._listen_host, self._listen_port, "--listen", "the exporter")
-        prometheus = find_prometheus(args.prometheus)
+    def _refuse(self, options: Mapping[str, object], why: str) -> None:
+        given = [name for name, default in options.items() if getattr(self._args, name) != default]
+        if given:
+            names = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise DemoError(f"{names}: {why}", EXIT_USAGE)
+
+    def _find_prometheus(self) -> Path | None:
+        prometheus = find_prometheus(self._args.prometheus)
         if prometheus is not None:
-            _check_port("127.0.0.1", args.prometheus_port, "--prometheus-port", "Prometheus")
+            _check_port("127.0.0.1", self._args.prometheus_port, "--prometheus-port", "Prometheus")
+        return prometheus
 
-        with ExitStack() as stack:
-            server = self._start_sglang(stack)
-            if server is None:
-                return EXIT_INTERRUPTED
-            self._await_metrics(server)
-            if prometheus is not None:
-                self._start_prometheus(stack, prometheus)
-            self._print_urls(server, prometheus is not None)
-            traffic = Traffic(server, clients=args.clients, seed=args.seed)
-            traffic.start()
-            stack.callback(traffic.stop, 0.0)
-            first, last = self._watch(server)
-            counts = traffic.stop()
-            prometheus_up = self._prometheus_up() if prometheus is not None else None
-            self._display.say("Stopping.")
-        return self._conclude(first, last, counts, prometheus_up)
+    def _ended(self) -> str | None:
+        """Return which process has ended by itself, None while all run."""
+        raise NotImplementedError
 
-    # The pieces
+    def _log(self) -> str:
+        """Return the end of the logs."""
+        raise NotImplementedError
 
-    def _start_sglang(self, stack: ExitStack) -> SGLangServer | None:
-        args = self._args
-        draft_tokens = args.draft_tokens
-        if draft_tokens is None:
-            draft_tokens = args.steps + 1 if args.topk == 1 else 8
+    def _log_file(self, name: str) -> Path:
+        """Return an empty log file."""
+        log_file = self._directory / name
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            pair = build_pair(self._directory / "model-pair")
-            log_file = self._directory / f"sglang-{args.port}.log"
             log_file.write_bytes(b"")
         except OSError as error:
             raise DemoError(f"cannot write to {self._directory}: {error}; choose another --cache") from error
-        # The registry where `doctor` and others look for it, and whatever the user has set.
-        environment = {"EAGLE_EXPORTER_DIR": str(DEFAULT_DIRECTORY)}
-        environment |= {
-            name: value for name, value in os.environ.items() if name.startswith("EAGLE_EXPORTER_")
-        }
-        environment |= {"EAGLE_EXPORTER_LISTEN": args.listen, "EAGLE_EXPORTER_SERVER": self._server_name}
-        server = self._server(pair.target.parent, draft_tokens, log_file, environment)
-        stack.callback(server.stop)
-        self._display.say(f"SGLang with EAGLE-3 is starting (log: {log_file})")
-        try:
-            server.launch()
-            started = time.monotonic()
-            ready = _Background(server.wait_ready)
-            while not ready.wait(1.0):
-                if self._stop.is_set():
-                    return None
-                self._display.update(f"  ... {time.monotonic() - started:.0f} s (usually 15 to 30 s)")
-            ready.result()
-        except ServerError as error:
-            raise DemoError(str(error)) from error
-        self._display.say(f"SGLang is ready after {time.monotonic() - started:.0f} s")
-        return server
-
-    def _server(
-        self, pair: Path, draft_tokens: int, log_file: Path, environment: dict[str, str]
-    ) -> SGLangServer:
-        args = self._args
-        return SGLangServer(
-            pair,
-            port=args.port,
-            num_steps=args.steps,
-            topk=args.topk,
-            num_draft_tokens=draft_tokens,
-            overlap=args.overlap,
-            tensor_parallel=args.tp,
-            enable_metrics=True,
-            extra_env=environment,
-            log_file=log_file,
-        )
+        return log_file
 
     def _scrape(self) -> _Reading:
         with urllib.request.urlopen(self._metrics_url, timeout=5.0) as response:  # noqa: S310
             return read_metrics(response.read().decode(), self._server_name, time.monotonic())
 
-    def _await_metrics(self, server: SGLangServer) -> None:
+    def _await_metrics(self, ranks: int) -> None:
+        """Wait until so many ranks are up.
+
+        Raises:
+            DemoError: They do not come up.
+
+        """
         deadline = time.monotonic() + _METRICS_START_SECONDS
         problem = "nothing answered"
         while time.monotonic() < deadline and not self._stop.is_set():
+            ended = self._ended()
+            if ended is not None:
+                raise DemoError(f"{ended} has ended. The end of its log:\n{self._log()}")
             try:
-                if self._scrape().ranks_up > 0:
+                up = self._scrape().ranks_up
+                if up >= ranks:
                     return
                 problem = f"there is no series of the server {self._server_name!r} yet"
+                if up:
+                    problem = f"{up:.0f} of {ranks} ranks are up"
             except (OSError, http.client.HTTPException, ValueError) as error:
                 problem = str(error)
-            self._stop.wait(0.2)
+            self._stop.wait(0.1)
         if not self._stop.is_set():
             raise DemoError(
-                f"SGLang runs, but {self._metrics_url} does not show it: {problem}. Is the exporter "
-                f"installed in {sys.executable}? The end of SGLang's log:\n{server.log(30)}"
+                f"{self._source} runs, but {self._metrics_url} does not show it: {problem}. Is the exporter "
+                f"installed in {sys.executable}? The end of the log:\n{self._log()}"
             )
 
-    def _start_prometheus(self, stack: ExitStack, program: Path) -> None:
+    def _start_prometheus(self, stack: ExitStack, program: Path, targets: dict[str, str]) -> None:
         args = self._args
         directory = Path(tempfile.mkdtemp(prefix="eagle-demo-prometheus-"))
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         node = socket.gethostname()
-        exporter = f"{_connect_host(self._listen_host)}:{self._listen_port}"
         config = directory / "prometheus.yml"
         # JSON is YAML. The node label joins the two jobs.
         config.write_text(
@@ -382,17 +376,13 @@ class _Demo:
                             "job_name": job,
                             "static_configs": [{"targets": [target], "labels": {"node": node}}],
                         }
-                        for job, target in (
-                            ("eagle-exporter", exporter),
-                            ("sglang", f"127.0.0.1:{args.port}"),
-                        )
+                        for job, target in targets.items()
                     ],
                 },
                 indent=1,
             )
         )
-        log_file = self._directory / "prometheus.log"
-        log_file.write_bytes(b"")
+        log_file = self._log_file("prometheus.log")
         child = SupervisedChild(
             [
                 str(program),
@@ -419,6 +409,9 @@ class _Demo:
             except (OSError, http.client.HTTPException):
                 self._stop.wait(0.2)
 
+    def _exporter_target(self) -> str:
+        return f"{_connect_host(self._listen_host)}:{self._listen_port}"
+
     def _ask_prometheus(self, path: str) -> bytes:
         url = f"http://127.0.0.1:{self._args.prometheus_port}{path}"
         with urllib.request.urlopen(url, timeout=5.0) as response:
@@ -433,54 +426,41 @@ class _Demo:
         except (OSError, http.client.HTTPException, ValueError, KeyError):
             return False
 
-    def _print_urls(self, server: SGLangServer, prometheus: bool) -> None:
+    def _print_urls(self, first: str, prometheus: bool) -> None:
         say = self._display.say
-        say(f"  SGLang      {server.url.replace('127.0.0.1', 'localhost')}   (its own metrics: /metrics)")
-        say(f"  exporter    {self._metrics_url.replace('127.0.0.1', 'localhost')}")
+        say(f"  {first}")
+        say(f"  exporter    {self._metrics_url.replace('127.0.0.1', 'localhost')}   (live page: /)")
         if prometheus:
             say(f"  Prometheus  http://localhost:{self._args.prometheus_port}")
         else:
-            say(
-                "  Prometheus  not running (--prometheus PATH; to be had from https://prometheus.io/download/)"
-            )
-        say("Traffic is running. " + ("Ctrl-C ends it." if self._args.duration is None else ""))
+            say("  Prometheus  not running (--prometheus PATH; to be had from https://prometheus.io/download/)")
 
-    def _watch(self, server: SGLangServer) -> tuple[_Reading, _Reading]:
+    def _watch(self) -> tuple[_Reading, _Reading]:
         """Show the breakdown until the time is over; returns the first and the last reading."""
-        first = last = self._scrape_or_fail(server)
+        first = last = self._scrape_or_fail()
         shown = last
         deadline = None if self._args.duration is None else last.when + self._args.duration
-        while not self._stop.wait(
-            1.0 if deadline is None else min(1.0, max(0.0, deadline - time.monotonic()))
-        ):
-            last = self._scrape_or_fail(server)
+        while not self._stop.wait(1.0 if deadline is None else min(1.0, max(0.0, deadline - time.monotonic()))):
+            last = self._scrape_or_fail()
             if self._display.update(breakdown(shown, last)):
                 shown = last
             if deadline is not None and time.monotonic() >= deadline:
                 break
         return first, last
 
-    def _scrape_or_fail(self, server: SGLangServer) -> _Reading:
+    def _scrape_or_fail(self) -> _Reading:
+        ended = self._ended()
+        if ended is not None:
+            raise DemoError(f"{ended} has ended. The end of its log:\n{self._log()}")
         try:
             return self._scrape()
         except (OSError, http.client.HTTPException, ValueError) as error:
-            what = "the exporter does not answer" if server.is_running() else "SGLang has ended"
-            raise DemoError(f"{what}: {error}. The end of SGLang's log:\n{server.log(30)}") from error
+            raise DemoError(f"the exporter does not answer: {error}. The end of the log:\n{self._log()}") from error
 
-    def _conclude(
-        self, first: _Reading, last: _Reading, counts: TrafficCounts, prometheus_up: bool | None
-    ) -> int:
-        cycles = last.cycles - first.cycles
-        self._display.say(
-            f"{counts.requests} requests, {counts.prompt_tokens} prompt and {counts.output_tokens} output "
-            f"tokens, {counts.errors} errors, {counts.wrong_answers} wrong answers; {cycles:.0f} cycles seen "
-            "on /metrics"
-        )
-        problems = []
+    def _conclude(self, cycles: float, problems: list[str], prometheus_up: bool | None) -> int:
+        problems = list(problems)
         if cycles <= 0:
-            problems.append(f"no decode cycle appeared on {self._metrics_url}")
-        if counts.errors or counts.wrong_answers:
-            problems.append(f"requests failed: {counts.first_error}")
+            problems.insert(0, f"no decode cycle appeared on {self._metrics_url}")
         if prometheus_up is False:
             problems.append("Prometheus could not scrape the exporter (up was never 1)")
         if self._stop.is_set() and self._args.duration is not None:
@@ -488,6 +468,195 @@ class _Demo:
         if problems:
             raise DemoError("; ".join(problems))
         return EXIT_OK
+
+
+class _SGLangDemo(_Demo):
+    """The real SGLang, whose plugin starts the exporter."""
+
+    _source = "SGLang"
+    _server: SGLangServer
+
+    def run(self) -> int:
+        args = self._args
+        self._refuse(_REPLAY_OPTIONS, "only with --replay")
+        if importlib.util.find_spec("sglang") is None:
+            raise DemoError(
+                f"sglang cannot be imported by {sys.executable}. `make demo` in a checkout of eagle-exporter "
+                "installs everything that the demo needs and runs it; demo --replay needs no SGLang.",
+                EXIT_USAGE,
+            )
+        _check_port("127.0.0.1", args.port, "--port", "SGLang")
+        _check_port(self._listen_host, self._listen_port, "--listen", "the exporter")
+        prometheus = self._find_prometheus()
+
+        with ExitStack() as stack:
+            if not self._start_sglang(stack):
+                return EXIT_INTERRUPTED
+            self._await_metrics(1)
+            if prometheus is not None:
+                targets = {"eagle-exporter": self._exporter_target(), "sglang": f"127.0.0.1:{args.port}"}
+                self._start_prometheus(stack, prometheus, targets)
+            url = self._server.url.replace("127.0.0.1", "localhost")
+            self._print_urls(f"SGLang      {url}   (its own metrics: /metrics)", prometheus is not None)
+            traffic = Traffic(self._server, clients=args.clients, seed=args.seed)
+            traffic.start()
+            stack.callback(traffic.stop, 0.0)
+            self._display.say("Traffic is running. " + ("Ctrl-C ends it." if args.duration is None else ""))
+            first, last = self._watch()
+            counts = traffic.stop()
+            prometheus_up = self._prometheus_up() if prometheus is not None else None
+            self._display.say("Stopping.")
+        cycles = last.cycles - first.cycles
+        self._display.say(
+            f"{counts.requests} requests, {counts.prompt_tokens} prompt and {counts.output_tokens} output "
+            f"tokens, {counts.errors} errors, {counts.wrong_answers} wrong answers; {cycles:.0f} cycles seen "
+            "on /metrics"
+        )
+        failed = counts.errors or counts.wrong_answers
+        return self._conclude(cycles, [f"requests failed: {counts.first_error}"] if failed else [], prometheus_up)
+
+    def _start_sglang(self, stack: ExitStack) -> bool:
+        """Start SGLang and wait until it is ready; False when the user asked for the end meanwhile."""
+        args = self._args
+        draft_tokens = args.draft_tokens
+        if draft_tokens is None:
+            draft_tokens = args.steps + 1 if args.topk == 1 else 8
+        log_file = self._log_file(f"sglang-{args.port}.log")
+        try:
+            pair = build_pair(self._directory / "model-pair")
+        except OSError as error:
+            raise DemoError(f"cannot write to {self._directory}: {error}; choose another --cache") from error
+        # The registry where `doctor` and others look for it, and whatever the user has set.
+        environment = {"EAGLE_EXPORTER_DIR": str(DEFAULT_DIRECTORY)}
+        environment |= {name: value for name, value in os.environ.items() if name.startswith("EAGLE_EXPORTER_")}
+        environment |= {"EAGLE_EXPORTER_LISTEN": args.listen, "EAGLE_EXPORTER_SERVER": self._server_name}
+        self._server = SGLangServer(
+            pair.target.parent,
+            port=args.port,
+            num_steps=args.steps,
+            topk=args.topk,
+            num_draft_tokens=draft_tokens,
+            overlap=args.overlap,
+            tensor_parallel=args.tp,
+            enable_metrics=True,
+            extra_env=environment,
+            log_file=log_file,
+        )
+        stack.callback(self._server.stop)
+        self._display.say(f"SGLang with EAGLE-3 is starting (log: {log_file})")
+        try:
+            self._server.launch()
+            started = time.monotonic()
+            ready = _Background(self._server.wait_ready)
+            while not ready.wait(1.0):
+                if self._stop.is_set():
+                    return False
+                self._display.update(f"  ... {time.monotonic() - started:.0f} s (usually 15 to 30 s)")
+            ready.result()
+        except ServerError as error:
+            raise DemoError(str(error)) from error
+        self._display.say(f"SGLang is ready after {time.monotonic() - started:.0f} s")
+        return True
+
+    def _ended(self) -> str | None:
+        return None if self._server.is_running() else "SGLang"
+
+    def _log(self) -> str:
+        return self._server.log(30)
+
+
+class _ReplayDemo(_Demo):
+    """Recorded GPU cycles in SGLang's place, and an exporter started here."""
+
+    _source = "the replay"
+    _default_server_name = replay.SERVER_NAME
+
+    def __init__(self, args: argparse.Namespace, stop: threading.Event, display: _Display) -> None:
+        super().__init__(args, stop, display)
+        self._children: dict[str, tuple[SupervisedChild, Path]] = {}
+
+    def run(self) -> int:
+        args = self._args
+        self._refuse(_SGLANG_OPTIONS, "not with --replay, which starts no SGLang (--ranks takes the place of --tp)")
+        _check_port(self._listen_host, self._listen_port, "--listen", "the exporter")
+        prometheus = self._find_prometheus()
+        try:
+            configured = settings.read(strict=True)
+        except settings.SettingError as error:
+            raise DemoError(str(error), EXIT_USAGE) from error
+        root = configured.directory
+        with ExitStack() as stack:
+            self._start(stack, root, configured.group)
+            self._await_metrics(args.ranks)
+            self._display.say(
+                f"Replay of recorded GPU cycles on {args.ranks} rank{'s' if args.ranks > 1 else ''}, "
+                f"up {_process_age():.1f} s after the start of this command"
+            )
+            if prometheus is not None:
+                self._start_prometheus(stack, prometheus, {"eagle-exporter": self._exporter_target()})
+            self._print_urls(f"registry    {root}", prometheus is not None)
+            if args.duration is None:
+                self._display.say("Ctrl-C ends it.")
+            first, last = self._watch()
+            prometheus_up = self._prometheus_up() if prometheus is not None else None
+            self._display.say("Stopping.")
+        cycles = last.cycles - first.cycles
+        self._display.say(f"{cycles:.0f} recorded cycles seen on /metrics")
+        return self._conclude(cycles, [], prometheus_up)
+
+    def _start(self, stack: ExitStack, root: Path, group: str | None) -> None:
+        args = self._args
+        try:
+            directory = server_directory(root, self._server_name, group=group)
+            clear_stale_files(directory)
+        except RegistryError as error:
+            raise DemoError(str(error), EXIT_USAGE) from error
+        # Last of all: a replay that was stopped on purpose is no server that has died.
+        stack.callback(_forget_server, directory)
+        environment = {**os.environ, "EAGLE_EXPORTER_DIR": str(root)}
+        commands = {
+            "the replay": replay.command(
+                root,
+                server=self._server_name,
+                ranks=args.ranks,
+                speed=args.speed,
+                seed=args.seed,
+                faults_file=args.faults,
+            ),
+            "the exporter": [
+                *(sys.executable, "-m", "eagle_exporter", "serve"),
+                *("--dir", str(root), "--web.listen-address", args.listen),
+            ],
+        }
+        for name, command in commands.items():
+            log_file = self._log_file(f"{name.removeprefix('the ')}.log")
+            child = SupervisedChild(command, log_file=log_file, env=environment)
+            stack.callback(child.stop)
+            self._children[name] = (child, log_file)
+
+    def _ended(self) -> str | None:
+        return next((name for name, (child, _) in self._children.items() if child.exit_status() is not None), None)
+
+    def _log(self) -> str:
+        ended = self._ended()
+        names = self._children if ended is None else [ended]
+        return "\n".join(log_tail(self._children[name][1], 20) for name in names)
+
+
+def _forget_server(directory: Path) -> None:
+    with contextlib.suppress(RegistryError, OSError):
+        clear_stale_files(directory)
+        directory.rmdir()
+
+
+def _process_age() -> float:
+    """Seconds since this process was started, the interpreter's own start included."""
+    try:
+        # After the command name in parentheses, the 20th field is the start time in clock ticks since boot.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return time.process_time()
 
 
 class _Background:
@@ -545,6 +714,20 @@ def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError("must be a positive number of seconds")
+    return value
+
+
+def _positive_factor(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1000:
+        raise argparse.ArgumentTypeError("must be a factor above 0, at most 1000")
+    return value
+
+
+def _ranks(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= replay.MAX_RANKS:
+        raise argparse.ArgumentTypeError(f"must be from 1 to {replay.MAX_RANKS}")
     return value
 
 

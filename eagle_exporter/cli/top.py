@@ -70,9 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "an exporter elsewhere. Ctrl-C ends it.",
     )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--dir", metavar="DIR", type=Path, help="registry root (default: as for eagle-exporter serve)"
-    )
+    source.add_argument("--dir", metavar="DIR", type=Path, help="registry root (default: as for eagle-exporter serve)")
     source.add_argument(
         "--url", metavar="URL", help="an exporter instead of the registry, for example http://node-a:10077"
     )
@@ -87,9 +85,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help=f"print once and end; from a registry it shows the {_ONCE_SECONDS:g} seconds that this takes",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print the JSON of /api/v1/cycle, one document a line"
-    )
+    parser.add_argument("--json", action="store_true", help="print the JSON of /api/v1/cycle, one document a line")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -147,9 +143,7 @@ def _live(source: Source, document: Document, console: Console, *, window: str, 
     ):
         while True:
             # Without colons in the way: the height is the terminal's, what does not fit is cut at the ranks.
-            live.update(
-                render(document, window, console.width, height=console.height, problem=problem), refresh=True
-            )
+            live.update(render(document, window, console.width, height=console.height, problem=problem), refresh=True)
             time.sleep(interval)
             try:
                 document, problem = source.read(), None
@@ -217,9 +211,7 @@ class _Exporter:
                 f"{self._url} answered {error.code} {error.reason}{hint if error.code == 401 else ''}"
             ) from error
         except (OSError, http.client.HTTPException) as error:
-            raise SourceError(
-                f"{self._url} does not answer: {getattr(error, 'reason', None) or error}"
-            ) from error
+            raise SourceError(f"{self._url} does not answer: {getattr(error, 'reason', None) or error}") from error
         except ValueError as error:
             raise SourceError(f"{self._url} is no eagle-exporter: {error}") from error
         if not isinstance(document, dict) or "servers" not in document:
@@ -255,9 +247,7 @@ def render(
     return _page(document, window, width, problem, max(1, most - fewer))
 
 
-def _page(
-    document: Document, window: str, width: int, problem: str | None, max_ranks: int | None
-) -> RenderableType:
+def _page(document: Document, window: str, width: int, problem: str | None, max_ranks: int | None) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
@@ -337,9 +327,7 @@ def _server(server: Document, window: str, width: int, ranks: Sequence[Document]
     found = server["windows"][window]
     config = server["config"] or {}
     lines: list[RenderableType] = [Text("")]
-    title = Text.assemble(
-        (server["server"], "bold"), f"  {server['model_name']}", overflow="ellipsis", no_wrap=True
-    )
+    title = Text.assemble((server["server"], "bold"), f"  {server['model_name']}", overflow="ellipsis", no_wrap=True)
     details = [
         config.get("algorithm", ""),
         f"{config['num_steps']} steps" if config.get("num_steps") else "",
@@ -404,18 +392,14 @@ def _bar(window: Document, width: int) -> RenderableType:
 
     shares = [(phase["phase"], phase["share"]) for phase in window["phases"] if phase["share"]]
     if not shares:
-        return Text(
-            "no cycle in this window" if not window["cycles"] else "the cycle is not known", "bright_black"
-        )
+        return Text("no cycle in this window" if not window["cycles"] else "the cycle is not known", "bright_black")
     columns = [max(1, int(share * width)) for _, share in shares]
     # What rounding left over, or took too much, goes to the longest.
     columns[columns.index(max(columns))] += width - sum(columns)
     bar = Text()
     for (phase, share), count in zip(shares, columns, strict=True):
         label = f" {phase} {_percent(share)}"
-        bar.append(
-            label.ljust(count) if len(label) < count else " " * count, f"bold white on {_COLORS[phase]}"
-        )
+        bar.append(label.ljust(count) if len(label) < count else " " * count, f"bold white on {_COLORS[phase]}")
     return bar
 
 
@@ -488,9 +472,7 @@ def _table(*columns: str) -> Table:
     table = NewTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
     for column in columns:
         right = column.startswith(">")
-        table.add_column(
-            column.lstrip(">"), justify="right" if right else "left", no_wrap=True, overflow="ellipsis"
-        )
+        table.add_column(column.lstrip(">"), justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
     return table
 
 

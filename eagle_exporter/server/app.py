@@ -142,9 +142,7 @@ def _add_metrics(app: FastAPI, renderer: Renderer, path: str) -> None:
         try:
             page = await asyncio.wait_for(renderer.render(wanted, names, compress=compress), seconds)
         except (BusyError, asyncio.TimeoutError):
-            log.warning(
-                "a scrape could not be answered in time", extra={"fields": {"seconds": f"{seconds:.1f}"}}
-            )
+            log.warning("a scrape could not be answered in time", extra={"fields": {"seconds": f"{seconds:.1f}"}})
             return PlainTextResponse("the registry could not be read in time\n", 503, {"Retry-After": "5"})
         headers = {
             "Content-Type": wanted.content_type,
@@ -166,9 +164,7 @@ def _add_metrics(app: FastAPI, renderer: Renderer, path: str) -> None:
                 "description": "Text 0.0.4, text 1.0.0 or OpenMetrics 1.0.0, as the Accept header asks.",
                 "content": {"text/plain": {}, "application/openmetrics-text": {}},
             },
-            503: {
-                "description": f"Not done within the scrape timeout (default {DEFAULT_DEADLINE_SECONDS:g} s)."
-            },
+            503: {"description": f"Not done within the scrape timeout (default {DEFAULT_DEADLINE_SECONDS:g} s)."},
         },
     )
 
@@ -187,9 +183,7 @@ def _add_cycle(app: FastAPI, live: Live) -> None:
         methods=["GET"],
         summary="Breakdown of the last 10 s, 1 min and 5 min",
         response_model=models.Cycle,
-        responses={
-            503: {"description": "The registry could not be read in time.", "content": {"text/plain": {}}}
-        },
+        responses={503: {"description": "The registry could not be read in time.", "content": {"text/plain": {}}}},
     )
 
 
@@ -199,9 +193,7 @@ def _add_landing_page(app: FastAPI, telemetry_path: str) -> None:
     async def landing_page() -> Response:
         return HTMLResponse(page.body, headers=page.headers)
 
-    app.add_api_route(
-        "/", landing_page, methods=["GET"], summary="Live page for people", response_class=HTMLResponse
-    )
+    app.add_api_route("/", landing_page, methods=["GET"], summary="Live page for people", response_class=HTMLResponse)
 
 
 def _add_health(app: FastAPI, root: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from eagle_exporter.catalogue import COMMON_LABELS, Kind, Metric, Source
 from eagle_exporter.server.view import Life, Liveness, RankView, RegistryView, View
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
     from eagle_exporter.registry.reader import Family
 
@@ -29,7 +30,27 @@ _SUFFIXES = {
 }
 _STAYS_AFTER_DEATH = (Kind.COUNTER, Kind.HISTOGRAM)
 
-_LabelCache = dict[tuple[str, tuple[str, ...]], list[dict[str, str]]]
+
+class Labels(dict[str, str]):
+    """Labels of a sample, and their text as a page has it.
+
+    Attributes:
+        text: ``{name="value",...}``, names sorted, values escaped.
+    """
+
+    __slots__ = ("text",)
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        """Take the labels, which must not change any more."""
+        super().__init__(labels)
+        self.text = "{" + ",".join(f'{name}="{_escape(self[name])}"' for name in sorted(self)) + "}"
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+_LabelCache = dict[tuple[str, tuple[str, ...]], list[Labels]]
 
 
 class RegistryCollector(Collector):
@@ -38,8 +59,8 @@ class RegistryCollector(Collector):
     def __init__(self, view: RegistryView) -> None:
         """Collect what `view` shows."""
         self._view = view
-        # The label dictionaries of a series never change during the life of a file, and building them costs
-        # more than everything else here.
+        # The labels of a series never change during the life of a file, and building them costs more than
+        # everything else here.
         self._labels: dict[Life, _LabelCache] = {}
 
     def describe(self) -> Iterator[PrometheusMetric]:
@@ -62,8 +83,7 @@ class RegistryCollector(Collector):
         ranks = view.ranks if view is not None else ()
         caches = {rank.life: self._labels.get(rank.life, {}) for rank in ranks}
         families = [
-            (rank, caches[rank.life], {family.name: family for family in rank.snapshot.families})
-            for rank in ranks
+            (rank, caches[rank.life], {family.name: family for family in rank.snapshot.families}) for rank in ranks
         ]
         for metric in wanted:
             result = _family(metric)
@@ -74,7 +94,7 @@ class RegistryCollector(Collector):
                         _add_samples(result, metric, family, rank, cache)
             elif metric.name == "eagle_rank_up":
                 for rank, cache, _ in families:
-                    (labels,) = cache.setdefault((metric.name, ()), [dict(rank.snapshot.labels)])
+                    (labels,) = cache.setdefault((metric.name, ()), [Labels(rank.snapshot.labels)])
                     result.samples.append(Sample(metric.name, labels, float(rank.liveness is Liveness.ALIVE)))
             else:
                 result.samples.extend(_own_samples(metric.name, view))
@@ -121,15 +141,13 @@ def _family(metric: Metric) -> PrometheusMetric:
     return PrometheusMetric(name, metric.help, metric.kind.value)
 
 
-def _add_samples(
-    result: PrometheusMetric, metric: Metric, family: Family, rank: RankView, cache: _LabelCache
-) -> None:
+def _add_samples(result: PrometheusMetric, metric: Metric, family: Family, rank: RankView, cache: _LabelCache) -> None:
     samples = result.samples
     for series in family.series:
         key = (family.name, series.labels)
         labels = cache.get(key)
         if labels is None:
-            labels = cache[key] = _label_dictionaries(family, rank.snapshot.labels, series.labels)
+            labels = cache[key] = _labels_of(family, rank.snapshot.labels, series.labels)
         if metric.kind is not Kind.HISTOGRAM:
             samples.append(Sample(metric.name, labels[0], series.value))
             continue
@@ -140,35 +158,36 @@ def _add_samples(
         samples.append(Sample(f"{metric.name}_sum", labels[0], series.value))
 
 
-def _label_dictionaries(
-    family: Family, common: dict[str, str], values: tuple[str, ...]
-) -> list[dict[str, str]]:
+def _labels_of(family: Family, common: dict[str, str], values: tuple[str, ...]) -> list[Labels]:
     """Return the labels of a series; for a histogram followed by those of each bucket."""
     base = {name: common[name] for name in COMMON_LABELS}
     base.update(zip(family.labels, values, strict=True))
     if family.kind != Kind.HISTOGRAM.value:
-        return [base]
-    return [base, *({**base, "le": _le(bound)} for bound in (*family.bounds, float("inf")))]
+        return [Labels(base)]
+    bounds = (*family.bounds, float("inf"))
+    return [Labels(base), *(Labels({**base, "le": number_text(bound)}) for bound in bounds)]
 
 
-def _le(bound: float) -> str:
-    return str(floatToGoString(bound))  # type: ignore[no-untyped-call]
+@lru_cache(maxsize=4096)
+def number_text(value: float) -> str:
+    """Return a number as a page has it."""
+    return str(floatToGoString(value))  # type: ignore[no-untyped-call]
 
 
 def _own_samples(name: str, view: View | None) -> list[Sample]:
     """Return the samples of the exporter itself; `view` is None when the registry could not be read."""
     if name == "eagle_registry_files_skipped":
         skipped = view.skipped if view is not None else dict.fromkeys(catalogue.SKIPPED_REASONS, 0)
-        return [Sample(name, {"reason": reason}, float(count)) for reason, count in skipped.items()]
+        return [Sample(name, Labels({"reason": reason}), float(count)) for reason, count in skipped.items()]
     if name == "eagle_scrape_collector_duration_seconds":
-        return [] if view is None else [Sample(name, {"collector": "registry"}, view.duration)]
+        return [] if view is None else [Sample(name, Labels({"collector": "registry"}), view.duration)]
     if name == "eagle_scrape_collector_success":
-        return [Sample(name, {"collector": "registry"}, float(view is not None))]
+        return [Sample(name, Labels({"collector": "registry"}), float(view is not None))]
     if name == "eagle_exporter_build_info":
         labels = {
             "version": __version__,
             "catalogue_version": catalogue.CATALOGUE_VERSION,
             "python_version": platform.python_version(),
         }
-        return [Sample(name, labels, 1.0)]
+        return [Sample(name, Labels(labels), 1.0)]
     raise KeyError(name)

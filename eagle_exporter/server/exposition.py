@@ -7,12 +7,16 @@ import gzip
 import math
 import threading
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from prometheus_client import CollectorRegistry
 from prometheus_client import exposition as text_format
-from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics_format
+from prometheus_client.registry import Collector
 
-from eagle_exporter.server.collector import OneRead, RegistryCollector
+from eagle_exporter.server.collector import OneRead, RegistryCollector, number_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +28,7 @@ DEFAULT_DEADLINE_SECONDS = 10.0
 _DEADLINE_MARGIN_SECONDS = 0.5
 _GZIP_LEVEL = 5
 _MAX_WAITING = 64
+_END = "# EOF\n"
 _ESCAPING = ("allow-utf-8", "underscores", "dots", "values")
 """Schemes for names outside the classic character set. No name of ours is, so all make the same page."""
 
@@ -90,6 +95,45 @@ def deadline_seconds(header: str | None) -> float:
     return max(timeout - min(_DEADLINE_MARGIN_SECONDS, timeout / 10), 0.001)
 
 
+def render(read: OneRead, *, openmetrics: bool) -> bytes:
+    """Return a page, byte for byte as prometheus_client writes it.
+
+    Its encoders sort and escape the labels of every sample on every scrape: a third of a second for the 20,000
+    series of 64 ranks. Here that is done once in the life of a rank, see `Labels`.
+
+    Args:
+        read: The families, whose samples have `Labels`.
+        openmetrics: OpenMetrics 1.0.0 instead of the text format.
+    """
+    parts: list[str] = []
+    for family in read.collect():
+        parts.append(_head(family.name, family.documentation, family.type, openmetrics))
+        for sample in family.samples:
+            labels: str = sample.labels.text  # type: ignore[attr-defined]
+            parts.append(f"{sample.name}{labels} {number_text(sample.value)}\n")
+    if openmetrics:
+        parts.append(_END)
+    return "".join(parts).encode()
+
+
+@lru_cache(maxsize=1024)
+def _head(name: str, documentation: str, kind: str, openmetrics: bool) -> str:
+    """Return the comment lines of a family, from the library's own encoder."""
+    encode: Callable[..., bytes] = openmetrics_format.generate_latest if openmetrics else text_format.generate_latest
+    registry = CollectorRegistry()
+    family = Metric(name, documentation, kind)
+    registry.register(_Fixed(family))
+    return encode(registry).decode().removesuffix(_END)
+
+
+class _Fixed(Collector):
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> list[Metric]:
+        return [self._family]
+
+
 class BusyError(Exception):
     """No place is left in the queue; the client should try again later."""
 
@@ -133,11 +177,7 @@ class Renderer:
         with self._lock:
             self._waiting.pop(key, None)
         wanted, names, compress = key
-        read = OneRead(self._collector, names)
-        encode: Callable[..., bytes] = (
-            openmetrics.generate_latest if wanted.name == "openmetrics" else text_format.generate_latest
-        )
-        page = encode(read)
+        page = render(OneRead(self._collector, names), openmetrics=wanted.name == "openmetrics")
         return gzip.compress(page, _GZIP_LEVEL, mtime=0) if compress else page
 
 

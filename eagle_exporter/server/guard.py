@@ -63,9 +63,7 @@ class Guard:
         if config.users:
             allowed = await self._passwords.check(config.users, headers.get(b"authorization", b""))
             if allowed is None:
-                await _answer(
-                    send_with_headers, 503, b"too many passwords are being checked\n", (b"retry-after", b"1")
-                )
+                await _answer(send_with_headers, 503, b"too many passwords are being checked\n", (b"retry-after", b"1"))
                 return
             if not allowed:
                 await _answer(

@@ -50,11 +50,7 @@ def parse_address(text: str) -> tuple[str, int]:
     """
     host, colon, port = text.strip().rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
-    if (
-        not colon
-        or not (port.isascii() and port.isdigit() and int(port) <= 65535)
-        or (":" in host and not bracketed)
-    ):
+    if not colon or not (port.isascii() and port.isdigit() and int(port) <= 65535) or (":" in host and not bracketed):
         raise ValueError(f"{text!r} is no listen address; expected HOST:PORT, [IPV6]:PORT or :PORT")
     return host[1:-1] if bracketed else host, int(port)
 
@@ -82,9 +78,12 @@ def _bind(address: str) -> socket.socket:
     host, port = parse_address(address)
     if host in ("", "::"):
         host = "::" if host or _has_ipv6() else "0.0.0.0"  # noqa: S104
-    family, kind, protocol, _, target = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "no such host"
+        raise OSError(errno.EADDRNOTAVAIL, f"cannot listen on {address}: {reason}") from error
+    family, kind, protocol, _, target = found[0]
     result = socket.socket(family, kind, protocol)
     try:
         result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -200,9 +199,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection; when all places are taken by requests at work, close it."""
         if len(self.connections) >= _MAX_CONNECTIONS:
-            victim = next(
-                (other for other in self._idle if not other.transport.get_write_buffer_size()), None
-            )
+            victim = next((other for other in self._idle if not other.transport.get_write_buffer_size()), None)
             if victim is None:
                 self.transport = transport
                 self.flow = FlowControl(transport)

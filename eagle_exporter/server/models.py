@@ -33,9 +33,7 @@ class Cost(BaseModel):
 
     cycles: int = Field(description="Decode cycles, timed or not.")
     timed_cycles: int = Field(description="Those that were timed: the divisor of all milliseconds.")
-    cycle_ms: float | None = Field(
-        description="Mean milliseconds of a cycle; null while a phase is not measured."
-    )
+    cycle_ms: float | None = Field(description="Mean milliseconds of a cycle; null while a phase is not measured.")
     gap_ms: float | None = Field(description="Mean milliseconds between the end of a cycle and the next one.")
     phases: list[Phase] = Field(description="All six phases, in the order of the cycle.")
     verify_share: float | None = Field(description="Share of target_verify, 0 to 1.")

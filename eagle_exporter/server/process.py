@@ -89,21 +89,15 @@ class Settings:
             try:
                 parse_address(address)
             except ValueError as error:
-                raise WrongSettingError(
-                    f"{error}; set --web.listen-address or EAGLE_EXPORTER_LISTEN"
-                ) from error
+                raise WrongSettingError(f"{error}; set --web.listen-address or EAGLE_EXPORTER_LISTEN") from error
         path = self.telemetry_path
         if not path.startswith("/") or set(path) & set("{}?#% ") or path in _RESERVED_PATHS:
-            raise WrongSettingError(
-                f"--web.telemetry-path {path!r} is no usable path; expected one like /metrics"
-            )
+            raise WrongSettingError(f"--web.telemetry-path {path!r} is no usable path; expected one like /metrics")
 
 
 def listen_from_environment(environment: Mapping[str, str]) -> list[str]:
     """Return the addresses of EAGLE_EXPORTER_LISTEN (comma-separated), or the default."""
-    addresses = [
-        part.strip() for part in environment.get("EAGLE_EXPORTER_LISTEN", "").split(",") if part.strip()
-    ]
+    addresses = [part.strip() for part in environment.get("EAGLE_EXPORTER_LISTEN", "").split(",") if part.strip()]
     return addresses or [DEFAULT_ADDRESS]
 
 
@@ -146,6 +140,8 @@ async def _serve(settings: Settings) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, life.end, signal.Signals(number).name)
+    hangup = asyncio.Event()
+    loop.add_signal_handler(signal.SIGHUP, hangup.set)
     async with _Tasks() as tasks:
         if settings.embedded:
             tasks.start(life.watch_parent())
@@ -165,8 +161,6 @@ async def _serve(settings: Settings) -> int:
         tasks.start(app.state.live.run())
         tasks.start(_stop_at_end(life, server))
         if watcher is not None:
-            hangup = asyncio.Event()
-            loop.add_signal_handler(signal.SIGHUP, hangup.set)
             tasks.start(_reload(watcher, hangup, guard, server))
         await server.serve()
         for bound in sockets:
@@ -222,9 +216,7 @@ async def _reload(watcher: Watcher, hangup: asyncio.Event, guard: Guard, server:
         if config is not None:
             guard.config = config
             await server.replace_tls(config.tls)
-            log.info(
-                "web configuration loaded again", extra={"fields": {"tls": "on" if config.tls else "off"}}
-            )
+            log.info("web configuration loaded again", extra={"fields": {"tls": "on" if config.tls else "off"}})
 
 
 class _Life:
@@ -309,10 +301,7 @@ async def _sockets(settings: Settings, life: _Life) -> list[socket] | None:
 
 
 def _busy(address: str) -> str:
-    return (
-        f"{address} is in use by another program; "
-        "set EAGLE_EXPORTER_LISTEN or --web.listen-address to a free one"
-    )
+    return f"{address} is in use by another program; set EAGLE_EXPORTER_LISTEN or --web.listen-address to a free one"
 
 
 class _Holder(Enum):

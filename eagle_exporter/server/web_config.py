@@ -97,9 +97,7 @@ def parse(text: bytes, path: Path) -> WebConfig:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise WebConfigError(f"{path}:{line}: not YAML: {error.problem}") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise WebConfigError(
-            f"{path}: not YAML: {str(error).splitlines()[0] if str(error) else 'too deep'}"
-        ) from error
+        raise WebConfigError(f"{path}: not YAML: {str(error).splitlines()[0] if str(error) else 'too deep'}") from error
     if root is None or (isinstance(root, yaml.ScalarNode) and root.tag == "tag:yaml.org,2002:null"):
         return WebConfig(files=(path,))
     return _Parser(path).config(root)
@@ -154,14 +152,10 @@ class _Parser:
             ) from error
         authority = keys.get("client_ca_file")
         default = "NoClientCert" if authority is None else "RequireAndVerifyClientCert"
-        mode = self._choice(
-            keys.get("client_auth_type"), f"{section}.client_auth_type", _CLIENT_AUTH, default
-        )
+        mode = self._choice(keys.get("client_auth_type"), f"{section}.client_auth_type", _CLIENT_AUTH, default)
         if authority is not None:
             if mode is ssl.CERT_NONE:
-                raise self._error(
-                    authority, f"{section}.client_ca_file", "set, but client_auth_type is NoClientCert"
-                )
+                raise self._error(authority, f"{section}.client_ca_file", "set, but client_auth_type is NoClientCert")
             file = self._file(authority, f"{section}.client_ca_file")
             try:
                 context.load_verify_locations(file)
@@ -236,9 +230,7 @@ class _Parser:
             raise self._error(node, key, "expected a text")
         return str(node.value)
 
-    def _choice(
-        self, node: yaml.Node | None, key: str, choices: Mapping[str, _Choice], default: str
-    ) -> _Choice:
+    def _choice(self, node: yaml.Node | None, key: str, choices: Mapping[str, _Choice], default: str) -> _Choice:
         if node is None:
             return choices[default]
         text = self._string(node, key)

@@ -131,23 +131,17 @@ class Windows:
             registry=models.Registry(
                 root=str(self._view.root),
                 problem=self._problem,
-                files_skipped=view.skipped
-                if view is not None
-                else dict.fromkeys(catalogue.SKIPPED_REASONS, 0),
+                files_skipped=view.skipped if view is not None else dict.fromkeys(catalogue.SKIPPED_REASONS, 0),
             ),
             servers=servers,
         )
 
     def _server(self, name: str, model: str, ranks: list[RankView]) -> models.Server:
-        increases = {
-            window: [self._increase(rank, seconds) for rank in ranks] for window, seconds in WINDOWS.items()
-        }
+        increases = {window: [self._increase(rank, seconds) for rank in ranks] for window, seconds in WINDOWS.items()}
         # Every rank of a tensor-parallel group times the same cycle, so pooling all of them would count it
         # many times.
         recording = [i for i, rank in enumerate(ranks) if _is_recording(rank)] or list(range(len(ranks)))
-        running = [
-            value for i in recording if (value := _gauge(ranks[i], "eagle_running_requests")) is not None
-        ]
+        running = [value for i in recording if (value := _gauge(ranks[i], "eagle_running_requests")) is not None]
         first = ranks[recording[0]]
         return models.Server(
             server=name,
@@ -241,9 +235,7 @@ def _window(found: Sequence[tuple[float, _Increase]]) -> models.Window:
         host_bound_share=host_bound / timed if host_bound is not None and timed > 0 else None,
         positions=_positions(increase for _, increase in found),
         batch_sizes=[
-            models.BatchSize(
-                **_cost(cell), batch_size=size, num_steps=tier, tokens_per_second=cell.tokens_per_second
-            )
+            models.BatchSize(**_cost(cell), batch_size=size, num_steps=tier, tokens_per_second=cell.tokens_per_second)
             for (size, tier), cell in cells
             if cell.cycles
         ],
@@ -257,8 +249,7 @@ def _cost(cell: Cell) -> dict[str, Any]:
         "cycle_ms": _ms(cell.cycle),
         "gap_ms": _ms(cell.gap),
         "phases": [
-            models.Phase(phase=phase, ms=_ms(cell.phase(phase)), share=cell.share(phase))
-            for phase in catalogue.PHASES
+            models.Phase(phase=phase, ms=_ms(cell.phase(phase)), share=cell.share(phase)) for phase in catalogue.PHASES
         ],
         "verify_share": cell.share("target_verify"),
         "accept_length": cell.tokens_per_cycle,

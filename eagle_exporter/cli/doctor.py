@@ -1,0 +1,644 @@
+"""``eagle-exporter doctor``: what of the measurement stands here, and what to do where it does not.
+
+Nothing is started and nothing heavy imported: SGLang's source is read as text (`_Source`), the registry with the
+reader that the exporter uses, the exporter over HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import http.client
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import ssl
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle_exporter import __version__, catalogue, settings
+from eagle_exporter.hooks import points
+from eagle_exporter.registry.reader import RegistryReader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from eagle_exporter.registry.reader import RankSnapshot, RegistrySnapshot
+
+OK, INFO, DEGRADED, BROKEN = "ok", "info", "degraded", "broken"
+EXIT_CODES = {OK: 0, INFO: 0, DEGRADED: 1, BROKEN: 2}
+
+PLUGIN_GROUP = "sglang.srt.plugins"
+PLUGIN_NAME = "eagle_exporter"
+CORE_HOOKS = ("cycle", "accept")
+"""Without these two nothing at all is recorded."""
+
+_IDENTITY_HEADER = "X-Eagle-Exporter"
+_TIMEOUT_SECONDS = 2.0
+_MARKS = {OK: "ok      ", INFO: "-       ", DEGRADED: "DEGRADED", BROKEN: "BROKEN  "}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        check: What was looked at: sglang, plugin, hooks, settings, registry, rank, exporter, versions.
+        status: ``ok``, ``info`` (nothing to judge), ``degraded`` or ``broken``.
+        text: What was found.
+        remedy: What to do about it, "" when there is nothing to do.
+    """
+
+    check: str
+    status: str
+    text: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class HookReport:
+    """One hook point.
+
+    Attributes:
+        hook: Logical name, as in ``eagle_hook_up``.
+        target: SGLang's function.
+        resolves: It exists and takes the parameters that the hook reads.
+        place: ``file:line`` of its definition, from the folder that SGLang is installed in; "" when not found.
+        problem: Why it does not resolve, "" when it does.
+    """
+
+    hook: str
+    target: str
+    resolves: bool
+    place: str
+    problem: str
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank of the registry.
+
+    Attributes:
+        server: Name of the server.
+        tp_rank: Tensor-parallel rank.
+        pp_rank: Pipeline-parallel rank.
+        dp_rank: Data-parallel rank, "" without.
+        alive: Its scheduler process runs.
+        hooks_down: Hooks whose ``eagle_hook_up`` is 0.
+        timing: State of the timing.
+        cycles: Decode cycles so far, None when not counted.
+        last_cycle_seconds_ago: Age of the last cycle, None before the first.
+        errors: Errors inside the hooks so far.
+        catalogue_version: Of the plugin that writes the file.
+        path: The file.
+    """
+
+    server: str
+    tp_rank: str
+    pp_rank: str
+    dp_rank: str
+    alive: bool
+    hooks_down: tuple[str, ...]
+    timing: str
+    cycles: float | None
+    last_cycle_seconds_ago: float | None
+    errors: float
+    catalogue_version: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was found.
+
+    Attributes:
+        status: The worst status of the findings: ``ok``, ``degraded`` or ``broken``.
+        versions: Program -> version, "" when it is not installed here.
+        family: Family of SGLang versions that applies, "" when none does.
+        hooks: Every hook point of that family.
+        ranks: Every rank of the registry.
+        findings: The report's lines.
+    """
+
+    status: str
+    versions: dict[str, str]
+    family: str
+    hooks: tuple[HookReport, ...]
+    ranks: tuple[RankReport, ...]
+    findings: tuple[Finding, ...]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the parser of this command."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="say what of the measurement stands here, and what to do where it does not",
+        description="Looks at the installed SGLang (without importing it), the plugin, the settings of this "
+        "environment, the registry with its ranks, and the exporter. Starts nothing and needs no GPU. Run it with the "
+        "Python that runs SGLang; beside a sidecar it looks at the registry and the exporter only.",
+        epilog="Exit code: 0 healthy, 1 degraded, 2 broken.",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--dir", metavar="DIR", type=Path, help="registry root (default: EAGLE_EXPORTER_DIR or /dev/shm/eagle-exporter)"
+    )
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        help="address of the exporter (default: http://localhost with the port of EAGLE_EXPORTER_LISTEN)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report.
+
+    Returns:
+        0 healthy, 1 degraded, 2 broken.
+    """
+    report = examine(os.environ, root=args.dir, url=args.url)
+    print(json.dumps(asdict(report), indent=2) if args.json else render(report))
+    return EXIT_CODES[report.status]
+
+
+def examine(environment: Mapping[str, str], *, root: Path | None = None, url: str | None = None) -> Report:
+    """Look at everything.
+
+    Args:
+        environment: The environment variables that a server started from here would have.
+        root: Registry root, by default that of the environment.
+        url: Address of the exporter, by default that of the environment.
+    """
+    configured = settings.read(environment)
+    findings = [
+        Finding("settings", DEGRADED, problem, "set a value that is allowed; README.md lists them")
+        for problem in configured.problems
+    ]
+    for name in sorted(set(environment) - settings_variables()):
+        meant = difflib.get_close_matches(name, settings_variables(), n=1, cutoff=0.85)
+        if name.startswith(settings.PREFIX) and meant:
+            findings.append(Finding("settings", DEGRADED, f"{name} is no setting", f"{meant[0]} was meant?"))
+    directory = root or configured.directory
+    rank_findings, ranks = _registry(directory)
+    alive = [rank for rank in ranks if rank.alive]
+    sglang_findings, family, hooks = _sglang(environment, configured, sidecar=bool(alive))
+    findings += sglang_findings + rank_findings
+    findings += _exporter(url or _default_url(configured.listen), ranks=ranks)
+    worst = max((finding.status for finding in findings), key=lambda status: EXIT_CODES[status], default=OK)
+    return Report(
+        status=OK if worst == INFO else worst,
+        versions=_versions(),
+        family=family,
+        hooks=tuple(hooks),
+        ranks=tuple(ranks),
+        findings=tuple(findings),
+    )
+
+
+def settings_variables() -> set[str]:
+    """Return the names of all environment variables that `settings.read` reads."""
+    special = {"directory": "DIR", "baseline": "BASELINE_DECODE_SECONDS"}
+    names = [name for name in settings.Settings.__dataclass_fields__ if name != "problems"]
+    return {settings.PREFIX + special.get(name, name.upper()) for name in names}
+
+
+def render(report: Report) -> str:
+    """Return the report for people."""
+    versions = ", ".join(f"{name} {version or '-'}" for name, version in report.versions.items())
+    lines = [versions, ""]
+    for finding in report.findings:
+        lines.append(f"{_MARKS[finding.status]}  {finding.check:<9} {finding.text}")
+        if finding.remedy:
+            lines.append(f"{'':<20}-> {finding.remedy}")
+    if report.hooks:
+        lines += ["", f"hook points (family {report.family}):" if report.family else "hook points:"]
+        width = max(len(hook.hook) for hook in report.hooks)
+        for hook in report.hooks:
+            text = f"{hook.target.partition(':')[2]}  {hook.place}" if hook.resolves else f"MISSING: {hook.problem}"
+            lines.append(f"  {hook.hook:<{width}}  {text}")
+    words = {OK: "healthy", DEGRADED: "degraded", BROKEN: "broken"}
+    lines += ["", words[report.status]]
+    return "\n".join(lines)
+
+
+# --- SGLang, the plugin and the hook points ------------------------------------------------------------------
+def _sglang(
+    environment: Mapping[str, str], configured: settings.Settings, *, sidecar: bool
+) -> tuple[list[Finding], str, list[HookReport]]:
+    source = _Source.installed("sglang")
+    if source is None:
+        if sidecar:
+            text = "not in this environment; the ranks in the registry have theirs"
+            return [Finding("sglang", INFO, text)], "", []
+        remedy = "run doctor with the Python that runs SGLang (python -m eagle_exporter doctor)"
+        return [Finding("sglang", BROKEN, "not installed in this environment", remedy)], "", []
+    version = points.sglang_version() or "of unknown version"
+    findings = _plugin(environment, configured, source, version)
+    family = next((each for each in points.FAMILIES if source.find(each.probe)), None)
+    supported = "; ".join(f"{each.name}: {each.versions}" for each in points.FAMILIES)
+    if family is None:
+        # As the hooks do: the newest family, whatever of it resolves.
+        family = points.FAMILIES[0]
+        findings.append(
+            Finding(
+                "sglang",
+                DEGRADED,
+                f"{version} is of no known family ({supported}); {family.name} is tried, point by point",
+                "see the hook points below; a newer sglang-eagle-exporter may know this SGLang",
+            )
+        )
+    else:
+        text = f"{version}, family {family.name} ({family.versions}), in {source.directory}"
+        findings.insert(0, Finding("sglang", OK, text))
+    hooks = [_hook(source, point) for point in family.points]
+    findings.append(_hooks_finding(hooks))
+    return findings, family.name, hooks
+
+
+def _plugin(
+    environment: Mapping[str, str], configured: settings.Settings, source: _Source, version: str
+) -> list[Finding]:
+    """Return whether SGLang, started in this environment, would load the plugin and let it start."""
+    findings = []
+    if not source.find("sglang.srt.plugins:load_plugins"):
+        text = f"SGLang {version} has no plugin system"
+        return [Finding("plugin", BROKEN, text, "use SGLang 0.5.11 or newer")]
+    names = {point.name for point in importlib.metadata.entry_points(group=PLUGIN_GROUP)}
+    allowed = {name.strip() for name in environment.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
+    if PLUGIN_NAME not in names:
+        text = f"no entry point {PLUGIN_NAME} in {PLUGIN_GROUP}"
+        remedy = "pip install sglang-eagle-exporter with the Python that runs SGLang"
+        findings.append(Finding("plugin", BROKEN, text, remedy))
+    elif allowed and PLUGIN_NAME not in allowed:
+        text = f"SGLANG_PLUGINS={environment['SGLANG_PLUGINS']} leaves it out"
+        findings.append(Finding("plugin", BROKEN, text, f"add {PLUGIN_NAME} to SGLANG_PLUGINS, or unset it"))
+    elif configured.enabled == "0":
+        remedy = f"unset {settings.PREFIX}ENABLED"
+        findings.append(Finding("plugin", DEGRADED, f"switched off by {settings.PREFIX}ENABLED=0", remedy))
+    else:
+        when = "always" if configured.enabled == "1" else "by servers with a speculative algorithm"
+        findings.append(Finding("plugin", OK, f"would be loaded by SGLang started from here, and used {when}"))
+    for target, what in ((points.LAUNCH_SCHEDULERS, "launch"), (points.SCHEDULER_INIT, "scheduler")):
+        if not source.find(target):
+            text = f"cannot start: this SGLang has no {target} ({what})"
+            findings.append(Finding("plugin", BROKEN, text, "a newer sglang-eagle-exporter may know this SGLang"))
+    return findings
+
+
+def _hook(source: _Source, point: points.HookPoint) -> HookReport:
+    found = source.find(point.target)
+    if found is None:
+        return HookReport(point.hook, point.target, False, "", source.why_not(point.target))
+    missing = [name for name in point.reads if not found.takes(name)]
+    problem = f"has no parameter {', '.join(missing)} ({found.place})" if missing else ""
+    return HookReport(point.hook, point.target, not missing, "" if missing else found.place, problem)
+
+
+def _hooks_finding(hooks: Sequence[HookReport]) -> Finding:
+    down = sorted({hook.hook for hook in hooks if not hook.resolves})
+    if not down:
+        return Finding("hooks", OK, f"all {len(hooks)} hook points resolve")
+    lost = [phase for phase, needed in catalogue.PHASE_HOOKS.items() if set(needed) & set(down)]
+    text = f"{', '.join(down)} cannot be attached"
+    if set(down) & set(CORE_HOOKS):
+        return Finding("hooks", BROKEN, f"{text}: nothing is recorded", "use a supported version of SGLang")
+    phases = f"; phases left out: {', '.join(lost)}" if lost else ""
+    return Finding("hooks", DEGRADED, text + phases, "a newer sglang-eagle-exporter may know this SGLang")
+
+
+@dataclass(frozen=True)
+class _Found:
+    place: str
+    arguments: ast.arguments
+
+    def takes(self, name: str) -> bool:
+        every = (*self.arguments.posonlyargs, *self.arguments.args, *self.arguments.kwonlyargs)
+        return any(argument.arg == name for argument in every)
+
+
+class _Source:
+    """An installed package, read as text: finds what ``attach.resolve`` would find after an import."""
+
+    def __init__(self, package: str, directory: Path) -> None:
+        self._package = package
+        self.directory = directory
+        self._modules: dict[str, _Module | None] = {}
+
+    @classmethod
+    def installed(cls, package: str) -> _Source | None:
+        """Return a package of this environment, None when it is not there; the package is not imported."""
+        try:
+            spec = importlib.util.find_spec(package)
+        except (ImportError, ValueError):
+            return None
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        return cls(package, Path(next(iter(spec.submodule_search_locations))))
+
+    def find(self, target: str) -> _Found | None:
+        """Return a function by its dotted target (``module:Class.name``), None when there is no such function."""
+        module_name, _, path = target.partition(":")
+        return self._find(module_name, path.split("."), 0)
+
+    def why_not(self, target: str) -> str:
+        """Return which part of a target that was not found is missing."""
+        module_name, _, path = target.partition(":")
+        module = self._module(module_name)
+        if module is None:
+            return f"no module {module_name}"
+        first, *rest = path.split(".")
+        if first not in module.names:
+            return f"no {first} in {module_name}"
+        return f"no function {'.'.join(rest) or first} in {first if rest else module_name}"
+
+    def _find(self, module_name: str, path: list[str], depth: int) -> _Found | None:
+        module = self._module(module_name)
+        if module is None or depth > 10:
+            return None
+        first, *rest = path
+        node = module.names.get(first)
+        if isinstance(node, tuple):  # imported from elsewhere
+            return self._find(node[0], [node[1], *rest], depth + 1)
+        if isinstance(node, ast.ClassDef) and rest:
+            return self._method(module_name, module, node, rest[0], depth)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not rest:
+            return _Found(f"{self._relative(module.path)}:{node.lineno}", node.args)
+        return None
+
+    def _method(self, module_name: str, module: _Module, cls: ast.ClassDef, name: str, depth: int) -> _Found | None:
+        for node in _statements(cls.body):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
+                return _Found(f"{self._relative(module.path)}:{node.lineno}", node.args)
+        for base in cls.bases:
+            if isinstance(base, ast.Name):
+                found = self._find(module_name, [base.id, name], depth + 1)
+                if found is not None:
+                    return found
+        return None
+
+    def _relative(self, path: Path) -> str:
+        return path.relative_to(self.directory.parent).as_posix()
+
+    def _module(self, name: str) -> _Module | None:
+        if name not in self._modules:
+            self._modules[name] = self._parse(name)
+        return self._modules[name]
+
+    def _parse(self, name: str) -> _Module | None:
+        first, *rest = name.split(".")
+        if first != self._package:
+            return None
+        path = self.directory.joinpath(*rest)
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            return None
+        return _Module(path, dict(_names(tree.body, name, is_package=path.name == "__init__.py")))
+
+
+@dataclass(frozen=True)
+class _Module:
+    path: Path
+    names: Mapping[str, ast.stmt | tuple[str, str]]
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield statements, those under ``if``, ``try`` and ``with`` too."""
+    for node in body:
+        yield node
+        for field in ("body", "orelse", "finalbody"):
+            if isinstance(node, (ast.If, ast.Try, ast.With)):
+                yield from _statements(getattr(node, field, []))
+        if isinstance(node, ast.Try):
+            for handler in node.handlers:
+                yield from _statements(handler.body)
+
+
+def _names(
+    body: Sequence[ast.stmt], module: str, *, is_package: bool
+) -> Iterator[tuple[str, ast.stmt | tuple[str, str]]]:
+    for node in _statements(body):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name, node
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module or ""
+            if node.level:
+                parents = module.split(".") if is_package else module.split(".")[:-1]
+                parents = parents[: len(parents) - node.level + 1]
+                origin = ".".join([*parents, *([origin] if origin else [])])
+            for alias in node.names:
+                yield alias.asname or alias.name, (origin, alias.name)
+
+
+# --- the registry ------------------------------------------------------------------------------------------
+def _registry(root: Path) -> tuple[list[Finding], list[RankReport]]:
+    try:
+        snapshot = RegistryReader(root).read()
+    except NotADirectoryError:
+        return [Finding("registry", BROKEN, f"{root} is no directory", "set EAGLE_EXPORTER_DIR to a directory")], []
+    except PermissionError:
+        remedy = "run as a user that may read it, or set EAGLE_EXPORTER_GROUP for the server"
+        return [Finding("registry", BROKEN, f"{root} cannot be listed by this user", remedy)], []
+    if not root.exists():
+        return [Finding("registry", INFO, f"{root} is not there yet: no server has been measured")], []
+    findings = [_registry_finding(root, snapshot)]
+    findings += [
+        Finding("registry", DEGRADED, f"{path} is skipped: {reason}", _skipped_remedy(reason))
+        for path, reason in snapshot.skipped.items()
+    ]
+    ranks = [_rank(rank, snapshot.taken) for rank in snapshot.ranks]
+    for report in ranks:
+        if report.alive:
+            findings += _rank_findings(report)
+    return findings, ranks
+
+
+def _registry_finding(root: Path, snapshot: RegistrySnapshot) -> Finding:
+    alive = sum(rank.alive for rank in snapshot.ranks)
+    ended = len(snapshot.ranks) - alive
+    ranks = f"{alive or 'no'} rank{'s' * (alive != 1)} running" + (f", files of {ended} that ended" if ended else "")
+    return Finding("registry", OK if alive else INFO, f"{root}: {ranks}")
+
+
+def _skipped_remedy(reason: str) -> str:
+    return {
+        "unreadable": "run as a user that may read it, or set EAGLE_EXPORTER_GROUP for the server",
+        "major_version": "use the same version of sglang-eagle-exporter beside SGLang and for the exporter",
+    }.get(reason, "remove it when no server of this name runs")
+
+
+def _rank(rank: RankSnapshot, now: float) -> RankReport:
+    hooks = rank.family("eagle_hook_up")
+    timing = rank.family("eagle_timing_enabled")
+    errors = rank.family("eagle_hook_errors_total")
+    last = rank.value("eagle_last_cycle_timestamp_seconds")
+    return RankReport(
+        server=rank.labels["server"],
+        tp_rank=rank.labels["tp_rank"],
+        pp_rank=rank.labels["pp_rank"],
+        dp_rank=rank.labels["dp_rank"],
+        alive=rank.alive,
+        hooks_down=tuple(series.labels[0] for series in (hooks.series if hooks else ()) if not series.value),
+        timing=next((series.labels[0] for series in (timing.series if timing else ()) if series.value), ""),
+        cycles=rank.value("eagle_cycles_total"),
+        last_cycle_seconds_ago=None if last is None else round(max(0.0, now - last), 1),
+        errors=sum(series.value for series in (errors.series if errors else ())),
+        catalogue_version=rank.catalogue_version,
+        path=str(rank.path),
+    )
+
+
+def _rank_findings(rank: RankReport) -> list[Finding]:
+    name = f"{rank.server} tp{rank.tp_rank} pp{rank.pp_rank}" + (f" dp{rank.dp_rank}" if rank.dp_rank else "")
+    findings = []
+    if set(rank.hooks_down) & set(CORE_HOOKS):
+        text = f"{name}: nothing is recorded, hooks down: {', '.join(rank.hooks_down)}"
+        findings.append(Finding("rank", BROKEN, text, "see the hook points of that server's SGLang: run doctor there"))
+    elif rank.hooks_down:
+        text = f"{name}: hooks down: {', '.join(rank.hooks_down)}; their series are absent"
+        findings.append(Finding("rank", DEGRADED, text, "run doctor with the Python of that server's SGLang"))
+    if rank.timing not in ("", "on", "hooks_down"):
+        remedy = {
+            "off": "eagle-exporter on switches it on",
+            "fuse_cost": "the hooks cost too much here: set EAGLE_EXPORTER_SAMPLE_EVERY, then eagle-exporter on",
+        }.get(rank.timing, "see the server's log")
+        findings.append(Finding("rank", DEGRADED, f"{name}: timing is {rank.timing}", remedy))
+    if rank.errors:
+        text = f"{name}: {rank.errors:.0f} errors inside the hooks"
+        findings.append(Finding("rank", DEGRADED, text, "see the server's log; eagle_hook_errors_total counts them"))
+    if rank.catalogue_version != catalogue.CATALOGUE_VERSION:
+        text = (
+            f"{name}: its plugin has metric catalogue {rank.catalogue_version or 'unknown'}, "
+            f"this is {catalogue.CATALOGUE_VERSION}; what both know is served"
+        )
+        findings.append(Finding("rank", INFO, text))
+    if not findings:
+        cycles = "" if rank.cycles is None else f", {rank.cycles:,.0f} cycles"
+        age = rank.last_cycle_seconds_ago
+        last = "" if age is None else f", the last {age:,.1f} s ago"
+        findings.append(Finding("rank", OK, f"{name}: all hooks up{cycles}{last}"))
+    return findings
+
+
+# --- the exporter ------------------------------------------------------------------------------------------
+def _default_url(listen: str) -> str:
+    port = listen.partition(",")[0].strip().rpartition(":")[2]
+    return f"http://localhost:{port if port.isdigit() else settings.DEFAULT_PORT}"
+
+
+def _exporter(url: str, *, ranks: Sequence[RankReport]) -> list[Finding]:
+    text, answer = _ask(url)
+    alive = any(rank.alive for rank in ranks)
+    if answer is None:
+        if not alive:
+            return [Finding("exporter", INFO, f"{url}: {text}; it starts with the server")]
+        remedy = "see the server's log, or start eagle-exporter serve beside it"
+        return [Finding("exporter", DEGRADED, f"{url}: {text}, while ranks are measured", remedy)]
+    if answer == "":
+        return [Finding("exporter", OK, f"{url} {text}")]
+    build = re.search(r"^eagle_exporter_build_info\{(.*)\} 1", answer, re.MULTILINE)
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', build[1])) if build else {}
+    version = labels.get("version", "of unknown version")
+    findings = [Finding("exporter", OK, f"{url}/metrics answers, version {version}")]
+    if labels.get("catalogue_version") != catalogue.CATALOGUE_VERSION:
+        text = (
+            f"the exporter has metric catalogue {labels.get('catalogue_version', 'unknown')}, "
+            f"this is {catalogue.CATALOGUE_VERSION}; what both know is served"
+        )
+        findings.append(Finding("exporter", INFO, text))
+    served = set(re.findall(r'^eagle_rank_up\{[^}]*server="((?:[^"\\]|\\.)*)"', answer, re.MULTILINE))
+    missing = sorted({rank.server for rank in ranks if rank.alive} - {_unescape(server) for server in served})
+    if missing:
+        text = f"the exporter does not serve {', '.join(missing)}"
+        remedy = "it may read another registry: compare EAGLE_EXPORTER_DIR, or it may not read that server's files"
+        findings.append(Finding("exporter", DEGRADED, text, remedy))
+    return findings
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], text)
+
+
+def _ask(url: str) -> tuple[str, str | None]:
+    """Return what to say, and the text of ``/metrics``: "" when it is behind a password, None when there is none."""
+    scheme, _, rest = url.partition("://")
+    address = rest.split("/")[0]
+    # Nothing secret is sent and nothing but names and versions believed, so the certificate does not matter.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    tries = [scheme] if scheme == "https" else ["http", "https"]
+    problem = "nothing answers"
+    for each in tries:
+        connection = (
+            http.client.HTTPSConnection(address, timeout=_TIMEOUT_SECONDS, context=context)
+            if each == "https"
+            else http.client.HTTPConnection(address, timeout=_TIMEOUT_SECONDS)
+        )
+        try:
+            connection.request("GET", "/metrics", headers={"Connection": "close"})
+            response = connection.getresponse()
+            body = response.read().decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException, ValueError):
+            continue
+        finally:
+            connection.close()
+        if response.getheader(_IDENTITY_HEADER) is None:
+            problem = "something else answers there"
+            continue
+        if response.status in (401, 403):
+            return "answers and asks for a password", ""
+        if response.status == http.HTTPStatus.OK:
+            return "", body
+        problem = f"/metrics answers {response.status}"
+    return problem, None
+
+
+# --- versions ----------------------------------------------------------------------------------------------
+def _versions() -> dict[str, str]:
+    return {
+        "eagle-exporter": __version__,
+        "catalogue": catalogue.CATALOGUE_VERSION,
+        "python": platform.python_version(),
+        "sglang": points.sglang_version(),
+        "torch": _installed("torch"),
+        "cuda": _cuda(),
+        "driver": _driver(),
+    }
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _cuda() -> str:
+    """Return the CUDA version that torch was built for, from the text of its version file."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        return ""
+    if spec is None or not spec.submodule_search_locations:
+        return ""
+    try:
+        text = (Path(next(iter(spec.submodule_search_locations))) / "version.py").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"^cuda[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _driver() -> str:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)
+    return found[1] if found else ""

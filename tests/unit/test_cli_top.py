@@ -1,0 +1,200 @@
+"""``eagle-exporter top``: what a terminal shows, and what a script reads."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from rich.console import Console
+
+from eagle_exporter.cli.top import render
+from eagle_exporter.server.models import Cycle
+from eagle_exporter.server.view import RegistryView
+from eagle_exporter.server.windows import Windows
+from tests.ranks import RankProcess, write_ended
+from tests.service.exporter import Exporter, environment
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOP = [sys.executable, "-m", "eagle_exporter", "top"]
+
+
+def top(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*TOP, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env=environment(COLUMNS=str(columns)),
+        check=False,
+    )
+
+
+def shown(document: dict[str, Any], width: int, *, height: int | None = None, problem: str | None = None) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(render(document, "10s", width, height=height, problem=problem))
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("registry")
+    plans = [{"tp_rank": rank, "recording": rank == 0} for rank in range(8)]
+    with (
+        RankProcess(root, *plans) as process,
+        subprocess.Popen(
+            [*TOP, "--dir", str(root), "--once", "--json"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        ) as command,
+    ):
+        # The two seconds that --once looks at begin some time after the start.
+        for _ in range(30):
+            process.cycles(5)
+            time.sleep(0.1)
+        output, _ = command.communicate(timeout=20)
+    return dict(json.loads(output))
+
+
+def test_json_is_the_document_of_the_api(document: dict[str, Any]) -> None:
+    cycle = Cycle.model_validate(document)
+    assert cycle.state.value == "live"
+    assert len(cycle.servers[0].ranks) == 8
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_it_fits_the_terminal_and_shows_all_phases_and_ranks(document: dict[str, Any], width: int) -> None:
+    lines = shown(document, width)
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert "…" not in text
+    assert "verify 94.9 %" in text
+    assert "accept length 2.00" in text
+    for phase, ms, share in (
+        ("draft_steps", "0.870", "2.9 %"),
+        ("target_verify", "28.7", "94.9 %"),
+        ("draft_extend", "0.290", "1.0 %"),
+        ("verify_overhead", "0.310", "1.0 %"),
+        ("kv_cache", "0.050", "0.2 %"),
+        ("other", "0.020", "0.1 %"),
+        ("cycle", "30.2", ""),
+    ):
+        assert re.search(rf"{phase}\s+{re.escape(ms)}\s+{re.escape(share)}", text), phase
+    assert len(re.findall(r"^tp\d.* up .*NVIDIA H200", text, re.MULTILINE)) == 8
+
+
+def test_ranks_that_do_not_fit_are_counted(document: dict[str, Any]) -> None:
+    lines = shown(document, 80, height=30)
+    assert len(lines) <= 30
+    shown_ranks = sum(line.startswith("tp") for line in lines)
+    assert 1 <= shown_ranks < 8
+    assert f"… and {8 - shown_ranks} more ranks" in lines
+
+
+def document_of(root: Path) -> dict[str, Any]:
+    windows = Windows(RegistryView(root))
+    windows.sample()
+    return dict(json.loads(windows.document()))
+
+
+def test_it_says_plainly_what_is_wrong(tmp_path: Path) -> None:
+    text = "".join(shown(document_of(tmp_path), 80))
+    assert "no rank" in text
+    assert str(tmp_path) in text
+    with RankProcess(tmp_path, {"hooks_down": ["target_verify"]}):
+        text = "\n".join(shown(document_of(tmp_path), 80))
+    assert "no traffic" in text
+    assert "Hook target_verify is down on tp0" in text
+    write_ended(tmp_path)
+    text = "\n".join(shown(document_of(tmp_path), 80))
+    assert "every rank has ended" in text
+    assert "Ended: tp0." in text
+
+
+def test_once_prints_and_ends(tmp_path: Path) -> None:
+    result = top("--dir", str(tmp_path), "--once")
+    assert result.returncode == 0
+    assert "no rank" in result.stdout
+    file = tmp_path / "file"
+    file.write_text("")
+    wrong = top("--dir", str(file), "--once")
+    assert wrong.returncode == 1
+    assert "EAGLE_EXPORTER_DIR" in wrong.stderr
+
+
+def test_control_characters_of_a_file_do_not_reach_the_terminal(document: dict[str, Any]) -> None:
+    hostile = json.loads(json.dumps(document))
+    hostile["servers"][0]["server"] = "a\x1b]0;owned\x07\x1b[2J\r\nb"
+    hostile["servers"][0]["ranks"][0]["gpu"] = "[red]x[/red]\x9b31m"
+    text = "\n".join(shown(hostile, 140))
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
+    # Markup of rich is text here.
+    assert "[red]x[/red]" in text
+
+
+def test_old_numbers_are_called_old(document: dict[str, Any]) -> None:
+    assert any("These numbers are old" in line for line in shown(document, 80, problem="refused"))
+
+
+def test_it_reads_an_exporter_by_address_also_with_a_password(tmp_path: Path) -> None:
+    web = tmp_path / "web.yml"
+    # The password is "secret".
+    web.write_text("basic_auth_users: {a: $2b$04$wLBgNyjjGIqbbAmwEHCUOuWP7TQ8.JGJ5Cd3Qdf06PQ39y/Xa9ePe}\n")
+    registry = tmp_path / "registry"
+    with RankProcess(registry), Exporter(registry, "--web.config.file", str(web)) as exporter:
+        address = f"127.0.0.1:{exporter.port}"
+        assert "no traffic" in top("--url", f"http://a:secret@{address}", "--once").stdout
+        refused = top("--url", address, "--once")
+        assert refused.returncode == 1
+        assert "401" in refused.stderr
+    gone = top("--url", address, "--once")
+    assert gone.returncode == 1
+    assert len(gone.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://a", "http://", "http://a:port"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    result = top("--url", url, "--once")
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_it_runs_live_in_a_terminal_and_ends_with_ctrl_c(tmp_path: Path, columns: int) -> None:
+    with RankProcess(tmp_path) as process:
+        process.run(per_second=30)
+        pid, terminal = pty.fork()
+        if pid == 0:  # pragma: no cover - the child becomes another program
+            os.execvpe(
+                TOP[0],
+                [*TOP, "--dir", str(tmp_path), "--interval", "0.2"],
+                environment(TERM="xterm-256color"),
+            )
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        output = b""
+        end = time.monotonic() + 15
+        while output.count(b"target_verify") < 10 and time.monotonic() < end:
+            if select.select([terminal], [], [], 0.2)[0]:
+                output += os.read(terminal, 65536)
+        os.write(terminal, b"\x03")
+        time.sleep(0.2)
+        _, status = os.waitpid(pid, 0)
+        os.close(terminal)
+    assert output.count(b"target_verify") >= 10
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert b"Traceback" not in output
