@@ -8,7 +8,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 # The version the demo runs and those the tests run.
 SGLANG ?= 0.5.20
-SGLANG_TESTED ?= 0.5.20
+SGLANG_TESTED ?= 0.5.16 0.5.18 0.5.20 0.5.23
 
 ENVIRONMENT := $(PYTHON) .ci/environment.py
 DEV := .venvs/dev/bin

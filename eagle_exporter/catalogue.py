@@ -284,7 +284,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "eagle_batch_cycles_total",
         Kind.COUNTER,
-        "Decode cycles by batch size (rows launched on this rank) and number of draft steps in force (0: no speculation).",
+        "Decode cycles by batch size (rows launched on this rank) and draft steps in force (0: no speculation).",
         ("batch_size", "num_steps"),
         hooks=("cycle", "verify", "accept"),
     ),
@@ -312,7 +312,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "eagle_batch_drafts_total",
         Kind.COUNTER,
-        "Verified drafts, one per live request and cycle. Divide eagle_batch_accepted_tokens_total by it.",
+        "Live requests verified, one per request and cycle (with 0 draft steps: plain decode). "
+        "Divide eagle_batch_accepted_tokens_total by it.",
         ("batch_size", "num_steps"),
         hooks=("cycle", "verify", "accept"),
         acceptance=True,
@@ -328,7 +329,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "eagle_batch_context_tokens_total",
         Kind.COUNTER,
-        "Context tokens (prompt and output so far) of the live requests. Divide by eagle_batch_drafts_total for the mean.",
+        "Context tokens (prompt and output so far) of the live requests. Mean: divide by eagle_batch_drafts_total.",
         ("batch_size", "num_steps"),
         hooks=("cycle", "verify", "accept"),
         acceptance=True,
@@ -337,7 +338,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "eagle_drafts_total",
         Kind.COUNTER,
-        "Verified drafts: one per live request and cycle.",
+        "Verified drafts: one per live request and cycle. Cycles with 0 draft steps draft nothing and are not in it.",
         hooks=("cycle", "accept"),
         acceptance=True,
     ),
@@ -508,9 +509,7 @@ METRICS: tuple[Metric, ...] = (
         "hooks_down.",
         ("reason",),
     ),
-    Metric(
-        "eagle_rank_start_timestamp_seconds", Kind.GAUGE, "Unix time at which the hooks of this rank attached."
-    ),
+    Metric("eagle_rank_start_timestamp_seconds", Kind.GAUGE, "Unix time at which the hooks of this rank attached."),
     Metric(
         "eagle_last_cycle_timestamp_seconds",
         Kind.GAUGE,

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -120,7 +121,7 @@ def parse_buckets(text: str) -> tuple[float, ...]:
     bounds = tuple(float(part) for part in text.split(","))
     if not all(0 < bound < math.inf for bound in bounds):
         raise ValueError("bucket bounds are positive, finite seconds")
-    if not all(low < high for low, high in zip(bounds, bounds[1:], strict=False)):
+    if not all(low < high for low, high in pairwise(bounds)):
         raise ValueError("bucket bounds must increase")
     if len(bounds) > 200:
         raise ValueError("at most 200 buckets")

@@ -61,8 +61,12 @@ class RowsBefore:
                     total += after - before
         return total
 
-    def acceptance(self, result: Any) -> Acceptance:
+    def acceptance(self, result: Any, *, drafted: bool = True) -> Acceptance:
         """Return what was accepted, after SGLang has put the accept lengths of `result` on the host.
+
+        Args:
+            result: SGLang's ``GenerationBatchResult``.
+            drafted: False for plain decode: each live row is one token and nothing was drafted.
 
         Raises:
             ValueError: The result has no accept lengths, or not one per row.
@@ -72,7 +76,7 @@ class RowsBefore:
         if not any(live):
             excluded = "health_check" if self.health_checks else "no_live_row"
             return Acceptance(wasted_rows=wasted, excluded=excluded)
-        correct = correct_drafts(result)
+        correct = correct_drafts(result) if drafted else [0] * len(live)
         if len(correct) != len(live):
             raise ValueError(f"{len(correct)} accept lengths for {len(live)} rows")
         accepted = [count for count, alive in zip(correct, live, strict=True) if alive]

@@ -127,7 +127,10 @@ class _ImportWatcher(importlib.abc.MetaPathFinder):
         self._busy = False
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002 - the finders' protocol
+        target: types.ModuleType | None = None,  # noqa: ARG002
     ) -> importlib.machinery.ModuleSpec | None:
         """Let the other finders find the module, and wrap its loader."""
         if fullname != self._module or self._busy:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -94,6 +95,4 @@ class DraftGraphEvents:
 
 
 def _elapsed(events: Sequence[Any]) -> list[float]:
-    return [
-        earlier.elapsed_time(later) * MILLISECOND for earlier, later in zip(events, events[1:], strict=False)
-    ]
+    return [earlier.elapsed_time(later) * MILLISECOND for earlier, later in pairwise(events)]

@@ -48,7 +48,7 @@ def argument(server_args: Any, name: str, default: Any = None) -> Any:
         value = resolution_result(server_args, name, missing)
         if value is not missing:
             return value
-    except Exception:  # noqa: BLE001, S110 - an older SGLang resolves in place
+    except Exception:  # noqa: S110 - an older SGLang resolves in place
         pass
     return getattr(server_args, name, default)
 
@@ -160,7 +160,7 @@ def nccl_config() -> tuple[str, ...]:
 
         if torch.cuda.is_available():
             version = ".".join(str(part) for part in torch.cuda.nccl.version())
-    except Exception:  # noqa: BLE001 - torch without NCCL
+    except Exception:
         logger.debug("no NCCL version", exc_info=True)
     return (version, *(os.environ.get(variable, "") for variable in catalogue.NCCL_VARIABLES.values()))
 
@@ -194,7 +194,7 @@ def gpu() -> tuple[str, ...] | None:
     if uuid and not uuid.startswith("GPU-"):
         uuid = f"GPU-{uuid}"  # as NVML and the DCGM exporter spell it
     bus = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    pci = UNKNOWN if None in bus else "{:08X}:{:02X}:{:02X}.0".format(*bus)
+    pci = UNKNOWN if None in bus else "{:08X}:{:02X}:{:02X}.0".format(*(int(part or 0) for part in bus))
     return (str(device), uuid, pci, str(properties.name))
 
 
@@ -222,7 +222,7 @@ def guarded(what: str, read: Callable[[], Any], default: Any) -> Any:
     """Return ``read()``, or `default` with a warning: a missing fact must not cost the measurement."""
     try:
         return read()
-    except Exception:  # noqa: BLE001
+    except Exception:
         logger.warning("eagle-exporter: cannot tell %s of this SGLang", what, exc_info=True)
         return default
 

@@ -93,7 +93,7 @@ def _patch_quietly(target: str, wrap: attach.Wrapper) -> None:
         attach.patch(target, wrap)
     except attach.Unresolved as error:
         logger.warning("eagle-exporter: this SGLang is not measured: %s", error)
-    except Exception:  # noqa: BLE001
+    except Exception:
         logger.warning("eagle-exporter: this SGLang is not measured", exc_info=True)
 
 
@@ -102,7 +102,7 @@ def _wrap_launch(original: Callable[..., Any]) -> Callable[..., Any]:
     def _launch_scheduler_processes(cls: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             _before_launch(server_args)
-        except Exception:  # noqa: BLE001
+        except Exception:
             os.environ.pop(ATTACH, None)
             logger.exception("eagle-exporter: not started; SGLang is not affected")
         return original(cls, server_args, *args, **kwargs)
@@ -204,7 +204,7 @@ def _wrap_scheduler_init(original: Callable[..., Any]) -> Callable[..., Any]:
             session = Session()
             session.graph_events = draft_graph_events(settings.read())
             hooks = attach_points(session)
-        except Exception:  # noqa: BLE001
+        except Exception:
             logger.exception("eagle-exporter: hooks stay off; SGLang is not affected")
         original(self, *args, **kwargs)
         if session is None or hooks is None:
@@ -213,7 +213,7 @@ def _wrap_scheduler_init(original: Callable[..., Any]) -> Callable[..., Any]:
             start_rank(session, hooks, self, Word.decode(text), settings.read())
         except RegistryError as error:
             logger.error("eagle-exporter: hooks stay off: %s", error)
-        except Exception:  # noqa: BLE001
+        except Exception:
             logger.exception("eagle-exporter: hooks stay off; SGLang is not affected")
 
     return __init__
@@ -326,6 +326,9 @@ def start_rank(session: Session, hooks: AttachedHooks, scheduler: Any, word: Wor
     writer = RankWriter(path, Layout(plan), group=configured.group, hooks=hooks.problems)
     recorder = RankRecorder(writer)
     budget = Budget(configured.sample_every)
+    if not (hooks.up["cycle"] and hooks.up["accept"]):
+        budget.set_state("hooks_down")
+    session.plain_decode = worker is None
     timer = CycleTimer(clock, recorder, budget)
     timer.graph_mean = step_source == "graph_mean"
     for size, seconds in configured.baseline.items():

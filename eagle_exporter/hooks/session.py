@@ -51,6 +51,7 @@ class Session:
         self.control: Control | None = None
         self.graph_events: DraftGraphEvents | None = None
         self.recording = False
+        self.plain_decode = False
         self._open = False
         self._logged: set[str] = set()
         self._idle_poll = 0.0
@@ -107,7 +108,7 @@ class Session:
                     "in eagle_hook_errors_total",
                     hook,
                 )
-        except Exception:  # noqa: BLE001, S110 - nothing is left to tell it to
+        except Exception:  # noqa: S110 - nothing is left to tell it to
             pass
 
     def _state_changed(self, state: str) -> None:
@@ -124,9 +125,12 @@ class Session:
                 self._obey(commands)
 
     def _obey(self, commands: list[str]) -> None:
-        if "off" in commands:
+        words = [command.split()[0] for command in commands]
+        if self.budget.state == "hooks_down":
+            return
+        if "off" in words:
             self.budget.set_state("off")
-        elif "on" in commands:
+        elif "on" in words:
             self.budget.set_state("on")
 
     # --- the cycle ---------------------------------------------------------------------------------------
@@ -135,28 +139,32 @@ class Session:
             # A subclass's method that calls super() must not open a second cycle.
             if self._open or self.timer is None:
                 return original(worker, *args, **kwargs)
-            record = None
-            try:
-                record = self.begin_cycle(worker, args[0] if args else kwargs["batch"])
-            except Exception:  # noqa: BLE001
-                self.failed("cycle")
-            if record is None:
-                return original(worker, *args, **kwargs)
-            self._open = True
-            try:
-                result = original(worker, *args, **kwargs)
-            except BaseException:
-                self._abandon(record)
-                raise
-            finally:
-                self._open = False
-            try:
-                self.end_cycle(record, result)
-            except Exception:  # noqa: BLE001
-                self.failed("cycle", record)
-            return result
+            return self._measure(original, worker, args, kwargs)
 
         return forward_batch_generation
+
+    def _measure(self, original: Function, worker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a worker's ``forward_batch_generation`` as one cycle or prefill."""
+        record = None
+        try:
+            record = self.begin_cycle(worker, args[0] if args else kwargs["batch"])
+        except Exception:
+            self.failed("cycle")
+        if record is None:
+            return original(worker, *args, **kwargs)
+        self._open = True
+        try:
+            result = original(worker, *args, **kwargs)
+        except BaseException:
+            self._abandon(record)
+            raise
+        finally:
+            self._open = False
+        try:
+            self.end_cycle(record, result)
+        except Exception:
+            self.failed("cycle", record)
+        return result
 
     def begin_cycle(self, worker: Any, batch: Any) -> CycleRecord | None:
         """Open the cycle or prefill of a batch; None when it is not measured."""
@@ -192,7 +200,7 @@ class Session:
         try:
             assert self.timer is not None
             self.timer.discard(record)
-        except Exception:  # noqa: BLE001
+        except Exception:
             self.failed("cycle")
 
     def _wrap_verify(self, original: Function) -> Function:
@@ -200,7 +208,7 @@ class Session:
             if self._open and self.timer is not None:
                 try:
                     self.note_verify(args[0] if args else kwargs["batch"])
-                except Exception:  # noqa: BLE001
+                except Exception:
                     self.failed("verify")
             return original(worker, *args, **kwargs)
 
@@ -234,12 +242,12 @@ class Session:
                     return original(*args, **kwargs)
                 try:
                     timer.mark(inside)
-                except Exception:  # noqa: BLE001
+                except Exception:
                     self.failed(hook)
                 result = original(*args, **kwargs)
                 try:
                     timer.mark(after)
-                except Exception:  # noqa: BLE001
+                except Exception:
                     self.failed(hook)
                 return result
 
@@ -266,12 +274,12 @@ class Session:
                         timer.relabel(inside)
                     else:
                         timer.mark(inside)
-                except Exception:  # noqa: BLE001
+                except Exception:
                     self.failed(hook)
                 result = original(*args, **kwargs)
                 try:
                     timer.mark(kinds.VERIFY_OVERHEAD)
-                except Exception:  # noqa: BLE001
+                except Exception:
                     self.failed(hook)
                 return result
 
@@ -289,12 +297,12 @@ class Session:
                     return original(*args, **kwargs)
                 try:
                     enter(*args, **kwargs)
-                except Exception:  # noqa: BLE001
+                except Exception:
                     self.failed(hook)
                 result = original(*args, **kwargs)
                 try:
                     leave()
-                except Exception:  # noqa: BLE001
+                except Exception:
                     self.failed(hook)
                 return result
 
@@ -333,7 +341,7 @@ class Session:
             # Outside a cycle this is a warm-up or the capture of the draft graph.
             try:
                 self.begin_capture(events, *args, **kwargs)
-            except Exception:  # noqa: BLE001
+            except Exception:
                 self._give_up_graph_events()
             result = original(*args, **kwargs)
             events.end_capture()
@@ -364,17 +372,22 @@ class Session:
             timer.current.draft_end = len(timer.current.kinds) - 1
 
     def _wrap_draft_step(self, original: Function) -> Function:
+        # Without speculation the model's forward is the target's, and sampling follows it.
+        plain = self._plain_span("target_verify", kinds.TARGET_VERIFY, kinds.VERIFY_OVERHEAD)(original)
+
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.plain_decode:
+                return plain(*args, **kwargs)
             result = original(*args, **kwargs)
             if self._draft_steps_left:
                 try:
                     self.end_draft_step()
-                except Exception:  # noqa: BLE001
+                except Exception:
                     self.failed("draft")
             elif self.graph_events is not None and self.graph_events.capturing:
                 try:
                     self.graph_events.end_step()
-                except Exception:  # noqa: BLE001
+                except Exception:
                     self._give_up_graph_events()
             return result
 
@@ -395,12 +408,12 @@ class Session:
             # Each launch times the events of the graph anew, also in a cycle that is not timed.
             try:
                 self.collect_draft_steps(final=True)
-            except Exception:  # noqa: BLE001
+            except Exception:
                 self.failed("draft_graph")
             result = span(runner, *args, **kwargs)
             try:
                 self.note_replay(runner)
-            except Exception:  # noqa: BLE001
+            except Exception:
                 self.failed("draft_graph")
             return result
 
@@ -440,17 +453,20 @@ class Session:
     def _wrap_target_verify(self, original: Function) -> Function:
         def forward_batch_generation(*args: Any, **kwargs: Any) -> Any:
             timer = self.timer
-            # The same method serves prefill (and plain decode), which are no verify.
+            if self.plain_decode and timer is not None and not self._open:
+                # Without speculation this is the whole cycle.
+                return self._measure(original, args[0], args[1:], kwargs)
+            # The same method serves prefill, which is no verify.
             if timer is None or timer.current is None or not kwargs.get("is_verify"):
                 return original(*args, **kwargs)
             try:
                 timer.launch_verify()
-            except Exception:  # noqa: BLE001
+            except Exception:
                 self.failed("target_verify")
             result = original(*args, **kwargs)
             try:
                 timer.mark(kinds.VERIFY_OVERHEAD)
-            except Exception:  # noqa: BLE001
+            except Exception:
                 self.failed("target_verify")
             return result
 
@@ -471,7 +487,7 @@ class Session:
             if timer is not None and timer.current is not None:
                 try:
                     timer.mark(kinds.DRAFT_EXTEND)
-                except Exception:  # noqa: BLE001
+                except Exception:
                     self.failed("draft_extend")
             return original(*args, **kwargs)
 
@@ -483,7 +499,7 @@ class Session:
             result = original(*args, **kwargs)
             try:
                 self.note_kv_allocation(perf_counter_ns() - begin)
-            except Exception:  # noqa: BLE001
+            except Exception:
                 self.failed("kv_allocation")
             return result
 
@@ -503,14 +519,14 @@ class Session:
             if self.recorder is not None:
                 try:
                     rows = self.before_result(args[0] if args else kwargs["batch"])
-                except Exception:  # noqa: BLE001
+                except Exception:
                     self.failed("accept")
             spent = perf_counter_ns() - begin
             returned = original(scheduler, *args, **kwargs)
             if rows is not None:
                 try:
                     self.after_result(rows, args[1] if len(args) > 1 else kwargs["result"], spent)
-                except Exception:  # noqa: BLE001
+                except Exception:
                     self.failed("accept")
             return returned
 
@@ -536,7 +552,7 @@ class Session:
                 excluded = "health_check" if rows.health_checks and not any(rows.live) else None
                 self._results.append((record, Acceptance(excluded=excluded)))
             else:
-                self._results.append((record, rows.acceptance(result)))
+                self._results.append((record, rows.acceptance(result, drafted=not self.plain_decode)))
         self._spent_ns += perf_counter_ns() - begin + spent_ns
         if len(self._results) >= FLUSH_RESULTS or begin > self._flush_at_ns:
             self.flush()
@@ -551,13 +567,13 @@ class Session:
         assert timer is not None
         assert recorder is not None
         self.collect_draft_steps(final=False)
-        results = self._results
-        try:
-            for record, acceptance in results:
+        results, self._results = self._results, []
+        for record, acceptance in results:
+            try:
                 timer.complete(record, acceptance)
-            timer.drain()
-        finally:
-            results.clear()
+            except Exception:  # one that fails costs the others nothing
+                self.failed("accept", record)
+        timer.drain()
         now = perf_counter_ns()
         self._flush_at_ns = now + FLUSH_NS
         # Counting acceptance is not optional; what sampling and fuse can save is the timing.
@@ -574,7 +590,7 @@ class Session:
             if self.recorder is not None:
                 try:
                     self.note_plan(scheduler, plan)
-                except Exception:  # noqa: BLE001
+                except Exception:
                     self.failed("scheduler")
             return plan
 

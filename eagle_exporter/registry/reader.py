@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -190,9 +191,7 @@ class RegistryReader:
             except OSError:
                 skipped[directory] = "unreadable"
                 continue
-            files += [
-                directory / name for name in names if name.endswith(fmt.FILE_SUFFIX) and not name.startswith(".")
-            ]
+            files += [directory / name for name in names if name.endswith(fmt.FILE_SUFFIX) and not name.startswith(".")]
         return files[:_MAX_FILES]
 
     def _read_file(self, path: Path) -> RankSnapshot | None:
@@ -228,9 +227,7 @@ class RegistryReader:
             if series is None:
                 raise UnusableFile("corrupt", f"{path}: impossible value in {family.name}")
             if series:
-                families.append(
-                    Family(family.name, family.kind, family.help, family.labels, family.bounds, series)
-                )
+                families.append(Family(family.name, family.kind, family.help, family.labels, family.bounds, series))
         return RankSnapshot(
             path=path,
             directory=path.parent.name,
@@ -387,12 +384,10 @@ def _parse_family(entry: Any, slots: int) -> tuple[Family, int] | None:
         and isinstance(rows, list)
         and isinstance(bounds, list)
         and all(isinstance(bound, (int, float)) and abs(bound) <= sys.float_info.max for bound in bounds)
-        and all(low < high for low, high in zip(bounds, bounds[1:], strict=False))
+        and all(low < high for low, high in pairwise(bounds))
     ):
         return None
-    if not all(
-        isinstance(row, list) and len(row) == len(labels) and all(map(_is_label_value, row)) for row in rows
-    ):
+    if not all(isinstance(row, list) and len(row) == len(labels) and all(map(_is_label_value, row)) for row in rows):
         return None
     if len({tuple(row) for row in rows}) != len(rows):
         return None

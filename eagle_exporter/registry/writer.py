@@ -91,6 +91,8 @@ def _clear(directory: Path) -> None:
             )
     for path in files:
         path.unlink(missing_ok=True)
+    # A restarted server measures: "off" was said to the one that is gone.
+    (directory / fmt.CONTROL_FILE).unlink(missing_ok=True)
 
 
 def is_held(path: Path) -> bool:
@@ -153,7 +155,7 @@ class RankWriter:
         self._buffers = (first, second)
         self._sequence_cell = buffer[fmt.SEQUENCE_OFFSET : fmt.SEQUENCE_OFFSET + 8].cast("Q")
         self._sequence = 0
-        self._views = [buffer, first, second, self._sequence_cell]
+        self._views: list[memoryview[Any]] = [buffer, first, second, self._sequence_cell]
 
     def commit(self) -> None:
         """Publish `values` as one consistent snapshot."""

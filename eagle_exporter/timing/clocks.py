@@ -235,7 +235,7 @@ class _CudaEvent:
 
     def __init__(self, event: Any) -> None:
         self.event = event
-        native = super(type(event), event) if len(type(event).__mro__) > 2 else event
+        native: Any = super(type(event), event) if len(type(event).__mro__) > 2 else event
         self.record: Callable[[Any], None] = native.record
         self.query: Callable[[], bool] = native.query
         self.elapsed_time: Callable[[Any], float] = native.elapsed_time

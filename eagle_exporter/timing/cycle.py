@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
@@ -244,15 +245,24 @@ class CycleTimer:
         self._release(lost)
 
     def _start(self, record: CycleRecord, kind: int) -> None:
-        slot = self.clock.acquire()
+        slot = self._marked_slot()
         if slot is None:
             self.recorder.drop("pool_exhausted")
             return
         record.slot = slot
         record.timed = True
         record.kinds.append(kind)
-        self.clock.mark(slot)
         self.current = record
+
+    def _marked_slot(self) -> Slot | None:
+        slot = self.clock.acquire()
+        if slot is not None:
+            try:
+                self.clock.mark(slot)
+            except BaseException:  # a slot without a mark can never be done
+                self.clock.release(slot)
+                raise
+        return slot
 
     def mark(self, kind: int) -> None:
         """From here on the time of the current cycle belongs to `kind`. Does nothing without a timed cycle."""
@@ -295,9 +305,7 @@ class CycleTimer:
             self.clock.mark(record.slot)
         elif not record.prefill and self.budget.next_is_timed():
             # The gap before the next cycle, and whether it is host-bound, need the end of this one.
-            record.slot = self.clock.acquire()
-            if record.slot is not None:
-                self.clock.mark(record.slot)
+            record.slot = self._marked_slot()
         self.current = None
         self.host_ns += perf_counter_ns() - begin
 
@@ -351,7 +359,11 @@ class CycleTimer:
                 record.timed = False
                 self._release(record)
             pending.popleft()
-            self._finish(record, acceptance)
+            try:
+                self._finish(record, acceptance)
+            except BaseException:
+                self._release(record)
+                raise
 
     def _finish(self, record: CycleRecord, acceptance: Acceptance) -> None:
         times = self._times(record) if record.timed and acceptance.excluded is None else None
@@ -399,7 +411,8 @@ class CycleTimer:
                 steps = []
         gap = None
         previous = record.previous
-        if previous is not None and previous.slot is not None and record.consecutive:
+        # A predecessor that failed may lack the mark of its end.
+        if previous is not None and previous.slot is not None and previous.valid and record.consecutive:
             gap = self.clock.between(previous.slot, slot)
             if not 0.0 <= gap < _LONGEST:
                 self.recorder.drop("invalid_duration")
@@ -426,10 +439,12 @@ def _rising(offsets: Sequence[float]) -> Sequence[float]:
     Prometheus takes a falling counter for a restart.
     """
     last = 0.0
-    result: list[float] = []
+    falls = False
     for offset in offsets:
         if not last - 1e-6 <= offset < _LONGEST:
             return ()
-        last = max(last, offset)
-        result.append(last)
-    return result
+        if offset < last:
+            falls = True
+        else:
+            last = offset
+    return list(accumulate(offsets, max)) if falls else offsets

@@ -161,6 +161,8 @@ class RankRecorder:
         values[batch.drafts] += live
         values[batch.accepted] += accepted
         values[batch.context] += sum(contexts)
+        if record.num_steps == 0:
+            return  # nothing was drafted
         values[self._drafts] += live
         values[self._draft_tokens] += live * (record.num_draft_tokens - 1)
         values[self._accepted] += accepted
@@ -258,9 +260,7 @@ class RankRecorder:
         slots.drafts = self._slot("eagle_batch_drafts_total", size, tier)
         slots.accepted = self._slot("eagle_batch_accepted_tokens_total", size, tier)
         slots.context = self._slot("eagle_batch_context_tokens_total", size, tier)
-        slots.phases = [
-            self._slot("eagle_batch_phase_seconds_total", size, tier, phase) for phase in catalogue.PHASES
-        ]
+        slots.phases = [self._slot("eagle_batch_phase_seconds_total", size, tier, phase) for phase in catalogue.PHASES]
         for slot in (slots.cycles, slots.timed, slots.gap, slots.drafts, slots.accepted, slots.context, *slots.phases):
             if math.isnan(self.values[slot]):  # a series that appears on first use
                 self.values[slot] = 0.0

@@ -1,9 +1,9 @@
 """A synthetic target and EAGLE-3 draft with known acceptance, as large as wanted, made on the GPU.
 
-Tokens lie on circles: the embedding of token x is (cos, sin) of ``2 pi k_j x / V`` over many random k_j, plus two constant
-coordinates. The target's attention and MLP outputs are zero, so its hidden state is the embedding, and its head maps
-token x to its successor: x + 1, or x + 2 for a fixed 15 % of tokens. The draft's MLP rotates the circles by one
-token, so it always proposes x + 1 (x + 2 second). A chain draft is therefore right until the first skipped token.
+Tokens lie on circles: the embedding of token x is (cos, sin) of ``2 pi k_j x / V`` over many random k_j, plus two
+constant coordinates. The target's attention and MLP outputs are zero, so its hidden state is the embedding, and its
+head maps token x to its successor: x + 1, or x + 2 for a fixed 15 % of tokens. The draft's MLP rotates the circles by
+one token, so it always proposes x + 1 (x + 2 second). A chain draft is therefore right until the first skipped token.
 The weights that do not matter are random, so the time is that of the real shape.
 """
 

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import traceback
-from typing import Any
+from typing import Any, ClassVar
 
 PATH = os.environ.get("EAGLE_GPU_SWITCH", "")
 PLANTS = {
@@ -23,8 +23,16 @@ PLANTS = {
     "draft_extend": "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode",
 }
 HOOK_METHODS = (
-    "begin_cycle end_cycle note_verify collect_draft_steps note_replay before_result after_result flush note_plan"
-).split()
+    "begin_cycle",
+    "end_cycle",
+    "note_verify",
+    "collect_draft_steps",
+    "note_replay",
+    "before_result",
+    "after_result",
+    "flush",
+    "note_plan",
+)
 
 
 class State:
@@ -38,11 +46,11 @@ class State:
     next_look = 0.0
     records: list[dict[str, Any]] | None = None
     iterations: list[int] | None = None
-    result_times: list[int] = []
     profiler: Any = None
-    profiled: list[dict[str, Any]] = []
-    costs: list[float] = []
-    device_times: collections.Counter[str] = collections.Counter()
+    profiled: ClassVar[list[dict[str, Any]]] = []
+    costs: ClassVar[list[float]] = []
+    mark_costs: ClassVar[dict[str, list[int]]] = {}
+    device_times: ClassVar[collections.Counter[str]] = collections.Counter()
 
 
 def register() -> None:
@@ -79,9 +87,7 @@ def register() -> None:
             State.iterations.append(time.perf_counter_ns())
         return plan
 
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run", look, HookType.AFTER
-    )
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run", look, HookType.AFTER)
 
 
 def _obey(scheduler: Any) -> None:
@@ -136,6 +142,10 @@ def _run(command: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     if command.get("costs"):
         answer["costs"] = State.costs[:]
         State.costs.clear()
+    if command.get("watch_marks"):
+        _watch_marks(session)
+    if command.get("mark_costs"):
+        answer["mark_costs"] = State.mark_costs
     if command.get("parts"):
         answer["parts"] = _measure_parts(session)
     if session is not None:
@@ -265,8 +275,9 @@ def _start_recording(session: Any) -> None:
 def _profile_window(session: Any, first: int, cycles: int, path: str) -> None:
     """Profile `cycles` decode cycles from number `first` on, each interval of a cycle in a range of its own."""
     import torch
-    from eagle_exporter.timing import cycle as kinds
     from torch.profiler import ProfilerActivity
+
+    from eagle_exporter.timing import cycle as kinds
 
     timer = session.timer
     State.profiled = []
@@ -344,11 +355,25 @@ def _forbid_synchronisation(session: Any) -> None:
 
         return call
 
-    # Wrappers look most of these up on the session at each call; the spans hold them bound, so the timer is covered too.
+    # Spans mark the timer themselves, so the timer is covered too.
     for name in HOOK_METHODS:
         setattr(session, name, strict(getattr(session, name)))
     for name in ("mark", "open", "close", "complete", "drain", "open_prefill", "launch_verify"):
         setattr(session.timer, name, strict(getattr(session.timer, name)))
+
+
+def _watch_marks(session: Any) -> None:
+    """Time each event record where it happens, between SGLang's launches."""
+    clock = session.timer.clock
+    original = clock.mark
+    now = time.perf_counter_ns
+
+    def mark(slot: Any) -> None:
+        begin = now()
+        original(slot)
+        State.mark_costs.setdefault(str(slot.count), []).append(now() - begin)
+
+    clock.mark = mark
 
 
 def _measure_parts(session: Any) -> dict[str, float]:

@@ -1,0 +1,447 @@
+"""Recorded GPU cycles: the file format, its loader, and the conversion of what the GPU run writes.
+
+A recording is JSON, usually gzipped, by columns so that it stays small::
+
+    {
+      "format": "eagle-exporter recording",
+      "version": 1,
+      "description": what it is, for people,
+      "run": {gpu, sglang, torch, model, num_steps, topk, num_draft_tokens, and more},
+      "groups": [{"batch": requests sent together, "columns": {...}}, ...]
+    }
+
+``run`` are the facts of the whole run (`Run`); ``model`` becomes ``model_name="replay:..."``. A group is one
+burst of requests from its first decode cycle to its last, its cycles in the order of their launch. Every column
+has one entry per cycle; all times are whole nanoseconds:
+
+    rows        requests launched
+    accepted    for each live row the accepted draft tokens, without the bonus
+    context     for each live row its tokens before the cycle
+    wasted      rows whose request had finished; the live rows and these are all rows
+    host_bound  true, false, or null where it is not known
+    gap         from the end of the preceding cycle, null where none preceded
+    steps       for each draft forward its time; empty where not known
+    parts       the parts of the verify overhead, in the order of the catalogue; null where not measured
+    phases      {phase: column} of device times; the cycle is their sum
+    host        {phase: column} of times of the scheduler thread
+
+A reader ignores keys it does not know and refuses another version. To convert the list of groups that a GPU run
+writes: ``python -m eagle_exporter.demo.recording RAW.json.gz OUT.json.gz``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle_exporter import catalogue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+FORMAT = "eagle-exporter recording"
+VERSION = 1
+DEFAULT_RECORDING = Path(__file__).parent / "recording_h200.json.gz"
+DESCRIPTION = (
+    "Decode cycles of SGLang with EAGLE-3, CUDA graphs and the overlap scheduler on one GPU, as the exporter's own "
+    "hooks timed them; batches of requests sent together, each from its first decode cycle to its last"
+)
+
+_NANOSECOND = 1e-9
+_LONGEST_NANOSECONDS = 3_600_000_000_000
+_CLOSURE_SECONDS = 1e-6
+_PARTS = len(catalogue.VERIFY_OVERHEAD_PARTS)
+
+
+class RecordingError(ValueError):
+    """A recording cannot be used; the message names the file, the place in it, and what is wrong."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Facts of the run that was recorded.
+
+    Attributes:
+        gpu: Name of the GPU.
+        sglang: Version of SGLang.
+        torch: Version of PyTorch.
+        model: Short name of the model.
+        num_steps: Draft steps.
+        topk: Width of the draft tree.
+        num_draft_tokens: Tokens verified per request and cycle.
+        attention_backend: As ``eagle_spec_config_info`` shows it, empty when not known.
+        hook_family: Hook point family that took the times.
+        page_size: Tokens in a page of the KV cache.
+        kv_pool_tokens: Capacity of the KV cache, None when not known.
+    """
+
+    gpu: str
+    sglang: str
+    torch: str
+    model: str
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+    attention_backend: str = ""
+    hook_family: str = "v2"
+    page_size: int = 1
+    kv_pool_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCycle:
+    """One decode cycle; the names mean what they mean in the file, times are in seconds.
+
+    Attributes:
+        rows: Requests launched.
+        accepted: Accepted draft tokens of each live row.
+        context: Tokens of each live row before the cycle.
+        wasted: Rows whose request had finished.
+        host_bound: The GPU waited for the host; None where it is not known.
+        phases: Device time of each phase of the catalogue.
+        host: Scheduler-thread time of each.
+        gap: From the end of the preceding cycle, None where none preceded.
+        steps: Time of each draft forward, empty where not known.
+        parts: Parts of the verify overhead, None where not measured.
+    """
+
+    rows: int
+    accepted: tuple[int, ...]
+    context: tuple[int, ...]
+    wasted: int
+    host_bound: bool | None
+    phases: tuple[float, ...]
+    host: tuple[float, ...]
+    gap: float | None
+    steps: tuple[float, ...]
+    parts: tuple[float, ...] | None
+
+    @property
+    def cycle(self) -> float:
+        """Duration of the cycle: its phases' sum."""
+        return sum(self.phases)
+
+
+@dataclass(frozen=True)
+class Group:
+    """One burst of requests.
+
+    Attributes:
+        batch: Requests sent together.
+        cycles: In the order of their launch.
+    """
+
+    batch: int
+    cycles: tuple[RecordedCycle, ...]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A recording that has been checked.
+
+    Attributes:
+        description: What it is.
+        run: Facts of the run.
+        groups: By growing batch.
+    """
+
+    description: str
+    run: Run
+    groups: tuple[Group, ...]
+
+
+# --- reading ---------------------------------------------------------------------------------------------
+def load(path: Path = DEFAULT_RECORDING) -> Recording:
+    """Read and check a recording.
+
+    Raises:
+        RecordingError: It cannot be read, or is not a recording of this version.
+    """
+    data = _read_json(path)
+    try:
+        return parse(data)
+    except RecordingError as error:
+        raise RecordingError(f"{path}: {error}") from error
+
+
+def parse(data: Any) -> Recording:
+    """Check the content of a recording.
+
+    Raises:
+        RecordingError: It is not a recording of this version; the message names the place.
+    """
+    if isinstance(data, list):
+        raise RecordingError(
+            "this is the raw list of groups that a GPU run writes; convert it first: "
+            "python -m eagle_exporter.demo.recording RAW.json.gz OUT.json.gz"
+        )
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise RecordingError(f'not a recording: "format": "{FORMAT}" expected')
+    if data.get("version") != VERSION:
+        raise RecordingError(f"version {data.get('version')!r} of the format; this reads version {VERSION}")
+    description = data.get("description")
+    if not isinstance(description, str):
+        raise RecordingError('"description": a text expected')
+    run = _parse_run(data.get("run"))
+    entries = data.get("groups")
+    if not isinstance(entries, list) or not entries:
+        raise RecordingError('"groups": a list with at least one group expected')
+    groups = [_parse_group(entry, f"group {number}", run) for number, entry in enumerate(entries)]
+    batches = [group.batch for group in groups]
+    if len(set(batches)) != len(batches):
+        raise RecordingError(f"two groups have the same batch: {batches}")
+    return Recording(description, run, tuple(sorted(groups, key=lambda group: group.batch)))
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        content = path.read_bytes()
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.decompress(content)
+        return json.loads(content)
+    except OSError as error:  # a broken gzip stream is one too
+        raise RecordingError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (EOFError, ValueError) as error:
+        raise RecordingError(f"{path}: not a (gzipped) JSON file: {error}") from error
+
+
+def _parse_run(data: Any) -> Run:
+    if not isinstance(data, dict):
+        raise RecordingError('"run": an object expected')
+    values: dict[str, Any] = {}
+    for field in fields(Run):
+        if field.name not in data:
+            continue
+        value = data[field.name]
+        number = field.type in ("int", "int | None")
+        if number and not (_is_count(value) or (value is None and field.type == "int | None")):
+            raise RecordingError(f'"run": {field.name} is {value!r}; a whole number expected')
+        if not number and not isinstance(value, str):
+            raise RecordingError(f'"run": {field.name} is {value!r}; a text expected')
+        values[field.name] = value
+    try:
+        run = Run(**values)
+    except TypeError as error:
+        missing = [name for name in Run.__annotations__ if name not in values and not hasattr(Run, name)]
+        raise RecordingError(f'"run": {", ".join(missing)} missing') from error
+    if run.num_steps < 1 or run.topk < 1 or run.num_draft_tokens < 2:
+        raise RecordingError('"run": num_steps and topk from 1, num_draft_tokens from 2')
+    return run
+
+
+def _parse_group(entry: Any, where: str, run: Run) -> Group:
+    if not isinstance(entry, dict) or not isinstance(entry.get("columns"), dict):
+        raise RecordingError(f'{where}: an object with "batch" and "columns" expected')
+    batch, columns = entry.get("batch"), entry["columns"]
+    if not isinstance(batch, int) or not _is_count(batch) or batch < 1:
+        raise RecordingError(f"{where}: batch is {batch!r}; a number from 1 expected")
+    where = f"{where} (batch {batch})"
+    rows = _column(columns, "rows", where, None, _is_count)
+    if not rows:
+        raise RecordingError(f"{where}: no cycle")
+
+    def column(name: str, check: Callable[[Any], bool]) -> list[Any]:
+        return _column(columns, name, where, len(rows), check)
+
+    def by_phase(name: str) -> list[tuple[float, ...]]:
+        table = columns.get(name)
+        if not isinstance(table, dict):
+            raise RecordingError(f"{where}: column {name}: an object with one column per phase expected")
+        parts = [_column(table, phase, where, len(rows), _is_time, f"{name}.{phase}") for phase in catalogue.PHASES]
+        return [_seconds(values) for values in zip(*parts, strict=True)]
+
+    accepted = column("accepted", _list_of(_is_count))
+    context = column("context", _list_of(_is_count))
+    wasted = column("wasted", _is_count)
+    host_bound = column("host_bound", lambda value: value is None or isinstance(value, bool))
+    gap = column("gap", lambda value: value is None or _is_time(value))
+    steps = column("steps", _list_of(_is_time))
+    parts = column("parts", lambda value: value is None or (_list_of(_is_time)(value) and len(value) == _PARTS))
+    phases, host = by_phase("phases"), by_phase("host")
+    cycles = []
+    for i in range(len(rows)):
+        place = f"{where}: cycle {i}"
+        live = len(accepted[i])
+        if live == 0:
+            raise RecordingError(f"{place}: no live row")
+        if live + wasted[i] != rows[i]:
+            raise RecordingError(f"{place}: {live} live and {wasted[i]} wasted rows, but {rows[i]} rows")
+        if len(context[i]) != live:
+            raise RecordingError(f"{place}: {live} accept lengths, but {len(context[i])} context lengths")
+        if max(accepted[i]) > run.num_steps:
+            raise RecordingError(f"{place}: {max(accepted[i])} tokens accepted of {run.num_steps} steps")
+        if len(steps[i]) not in (0, run.num_steps - 1):
+            raise RecordingError(f"{place}: {len(steps[i])} draft forwards, {run.num_steps - 1} expected")
+        if sum(phases[i]) <= 0.0:
+            raise RecordingError(f"{place}: it took no time")
+        cycles.append(
+            RecordedCycle(
+                rows=rows[i],
+                accepted=tuple(accepted[i]),
+                context=tuple(context[i]),
+                wasted=wasted[i],
+                host_bound=host_bound[i],
+                phases=phases[i],
+                host=host[i],
+                gap=None if gap[i] is None else gap[i] * _NANOSECOND,
+                steps=_seconds(steps[i]),
+                parts=None if parts[i] is None else _seconds(parts[i]),
+            )
+        )
+    return Group(batch, tuple(cycles))
+
+
+def _column(
+    table: Mapping[str, Any],
+    name: str,
+    where: str,
+    length: int | None,
+    check: Callable[[Any], bool],
+    shown: str | None = None,
+) -> list[Any]:
+    values = table.get(name)
+    shown = shown or name
+    if not isinstance(values, list):
+        raise RecordingError(f"{where}: column {shown} is missing")
+    if length is not None and len(values) != length:
+        raise RecordingError(f"{where}: column {shown} has {len(values)} entries for {length} cycles")
+    for i, value in enumerate(values):
+        if not check(value):
+            raise RecordingError(f"{where}: column {shown}, cycle {i}: {value!r} is not allowed")
+    return values
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def _is_time(value: Any) -> bool:
+    return _is_count(value) and value < _LONGEST_NANOSECONDS
+
+
+def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _seconds(nanoseconds: Sequence[int]) -> tuple[float, ...]:
+    return tuple(value * _NANOSECOND for value in nanoseconds)
+
+
+# --- converting ------------------------------------------------------------------------------------------
+def convert(raw: Any, *, description: str = DESCRIPTION, **facts: Any) -> dict[str, Any]:
+    """Return the content of a recording from the list of groups that a GPU run writes.
+
+    Args:
+        raw: ``[{"batch": n, "cycles": [{rows, num_steps, num_draft_tokens, accepted, context, wasted, host_bound,
+            cycle, phases, host, gap, steps, parts}, ...]}, ...]``, times in seconds.
+        description: What it is.
+        facts: Facts of the run (`Run`); ``num_steps`` and ``num_draft_tokens`` come from the cycles.
+
+    Raises:
+        RecordingError: The list is not of this shape, or its phases do not add up to the cycle.
+    """
+    if not isinstance(raw, list) or not raw:
+        raise RecordingError("a list of groups expected")
+    settings: set[tuple[int, int]] = set()
+    groups = []
+    for number, group in enumerate(raw):
+        try:
+            cycles = group["cycles"]
+            settings |= {(cycle["num_steps"], cycle["num_draft_tokens"]) for cycle in cycles}
+            for i, cycle in enumerate(cycles):
+                _check_closure(cycle, f"group {number}: cycle {i}")
+            columns = _columns(cycles)
+            groups.append({"batch": group["batch"], "columns": columns})
+        except (KeyError, TypeError, IndexError) as error:
+            raise RecordingError(f"group {number}: not as a GPU run writes it: {error!r}") from error
+    if len(settings) != 1:
+        raise RecordingError(f"one num_steps and num_draft_tokens expected in all cycles, not {settings}")
+    num_steps, num_draft_tokens = settings.pop()
+    run = Run(num_steps=num_steps, num_draft_tokens=num_draft_tokens, **facts)
+    data = {
+        "format": FORMAT,
+        "version": VERSION,
+        "description": description,
+        "run": asdict(run),
+        "groups": groups,
+    }
+    parse(data)
+    return data
+
+
+def _check_closure(cycle: Mapping[str, Any], place: str) -> None:
+    if abs(sum(cycle["phases"]) - cycle["cycle"]) > _CLOSURE_SECONDS:
+        raise RecordingError(f"{place}: phases sum to {sum(cycle['phases'])!r} s, the cycle is {cycle['cycle']!r}")
+
+
+def _columns(cycles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def by_phase(name: str) -> dict[str, list[int]]:
+        return {phase: [_nanoseconds(cycle[name][i]) for cycle in cycles] for i, phase in enumerate(catalogue.PHASES)}
+
+    return {
+        **{name: [cycle[name] for cycle in cycles] for name in ("rows", "accepted", "context", "wasted", "host_bound")},
+        "gap": [None if cycle["gap"] is None else _nanoseconds(cycle["gap"]) for cycle in cycles],
+        "steps": [[_nanoseconds(step) for step in cycle["steps"] or ()] for cycle in cycles],
+        "parts": [
+            None if cycle["parts"] is None else [_nanoseconds(part) for part in cycle["parts"]] for cycle in cycles
+        ],
+        "phases": by_phase("phases"),
+        "host": by_phase("host"),
+    }
+
+
+def _nanoseconds(seconds: float) -> int:
+    # CUDA's resolution can put a boundary a fraction of a microsecond before the one it follows.
+    if not math.isfinite(seconds) or seconds < -_CLOSURE_SECONDS:
+        raise RecordingError(f"{seconds!r} is no duration")
+    return max(0, round(seconds / _NANOSECOND))
+
+
+def save(data: Mapping[str, Any], path: Path) -> None:
+    """Write the content of a recording, the same bytes for the same content; gzipped when `path` ends in ``.gz``."""
+    content = json.dumps(data, separators=(",", ":")).encode()
+    if path.suffix == ".gz":
+        content = gzip.compress(content, 9, mtime=0)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Convert the raw list of groups; returns the exit code: 0, or 1 when it cannot be converted."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eagle_exporter.demo.recording",
+        description="Convert the cycles that a GPU run recorded into a recording for demo --replay.",
+    )
+    parser.add_argument("raw", type=Path, help="what the GPU run wrote (JSON, also gzipped)")
+    parser.add_argument("out", type=Path, help="the recording to write (gzipped if it ends in .gz)")
+    parser.add_argument("--gpu", default="NVIDIA H200", help="default: %(default)s")
+    parser.add_argument("--sglang", default="0.5.16", help="its version (default: %(default)s)")
+    parser.add_argument("--torch", default="2.11.0+cu130", help="its version (default: %(default)s)")
+    parser.add_argument("--model", default="llama-3-8b-shape", help="default: %(default)s")
+    parser.add_argument("--topk", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--attention-backend", default="TritonAttnBackend", help="default: %(default)s")
+    parser.add_argument("--kv-pool-tokens", type=int, default=120000, help="default: %(default)s")
+    parser.add_argument("--description", default=DESCRIPTION)
+    args = parser.parse_args(arguments)
+    facts = {name: value for name, value in vars(args).items() if name not in ("raw", "out")}
+    try:
+        save(convert(_read_json(args.raw), **facts), args.out)
+    except (RecordingError, OSError) as error:
+        print(f"recording: {error}", file=sys.stderr)
+        return 1
+    recording = load(args.out)
+    cycles = sum(len(group.cycles) for group in recording.groups)
+    batches = ", ".join(str(group.batch) for group in recording.groups)
+    print(f"{args.out}: {cycles} cycles at batch {batches}, {args.out.stat().st_size / 1000:.0f} kB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
