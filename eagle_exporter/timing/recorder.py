@@ -81,13 +81,12 @@ class RankRecorder:
         self._hook_host = self._slot("eagle_hook_host_seconds_total")
         self._kv_allocation = self._slot("eagle_kv_allocation_host_seconds_total")
         self._batch: dict[tuple[int, int], _BatchSlots] = {}
-        self._baseline = 0
+        self._hooks: dict[str, bool] = {}
 
     # --- set-up ------------------------------------------------------------------------------------------
     def start(self, hooks: dict[str, bool], state: str) -> None:
         """Show which hooks are attached, the timing state and the start time."""
-        for hook, attached in hooks.items():
-            self.set_gauge("eagle_hook_up", float(attached), hook)
+        self._hooks = dict(hooks)
         self.set_state(state)
         self.set_gauge("eagle_rank_start_timestamp_seconds", time.time())
         self.commit()
@@ -99,9 +98,15 @@ class RankRecorder:
             self.values[slot] = value if math.isfinite(value) else math.nan
 
     def set_state(self, state: str) -> None:
-        """Show the state of the timing."""
+        """Show the state of the timing; where nothing is counted any more no hook is up and no gauge holds on."""
         for name, slot in self._states.items():
             self.values[slot] = float(name == state)
+        stopped = state in ("off", "fuse_errors")
+        for hook, attached in self._hooks.items():
+            self.set_gauge("eagle_hook_up", float(attached and not stopped), hook)
+        if stopped:
+            for slot in (self._running, self._num_steps, self._num_draft_tokens):
+                self.values[slot] = math.nan
 
     # --- hot path ----------------------------------------------------------------------------------------
     def add_cycle(self, record: CycleRecord, acceptance: Acceptance, times: PhaseTimes | None) -> None:

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from eagle_exporter.timing import clocks
+from eagle_exporter.timing.clocks import Clock, CudaEventClock, HostClock, SyncClock
+
+
+class Device:
+    """A stand-in for ``torch.cuda``: a stream that executes as far as the test lets it.
+
+    Attributes:
+        calls: What was called, in order.
+        time: Milliseconds at which the next recorded event happens.
+        executed: Events recorded up to here are complete.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.time = 0.0
+        self.executed = 1e9
+        self.broken = False
+
+    def current_stream(self) -> str:
+        self.calls.append("current_stream")
+        if self.broken:
+            raise RuntimeError("no stream")
+        return "forward stream"
+
+    def Event(self, *, enable_timing: bool) -> Event:  # noqa: N802 - torch's name
+        assert enable_timing
+        self.calls.append("Event")
+        return Event(self)
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+    def is_available(self) -> bool:
+        return True
+
+
+class Event:
+    """A stand-in for ``torch.cuda.Event``; it has no ``synchronize``, so waiting for it would fail."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.time = -1.0
+
+    def record(self, stream: str) -> None:
+        assert stream == "forward stream"
+        self.device.calls.append("record")
+        self.time = self.device.time
+
+    def query(self) -> bool:
+        self.device.calls.append("query")
+        return self.time <= self.device.executed
+
+    def elapsed_time(self, other: Event) -> float:
+        assert self.query()
+        assert other.query()
+        return other.time - self.time
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+def make(kind: str, device: Device, monkeypatch: pytest.MonkeyPatch, slots: int = 3, marks: int = 5) -> Clock:
+    torch = types.ModuleType("torch")
+    torch.cuda = device  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    if kind == "cuda_event":
+        return CudaEventClock(slots, marks, cuda=device)
+    return HostClock(slots, marks) if kind == "host" else SyncClock(slots, marks)
+
+
+@pytest.mark.parametrize("kind", ["cuda_event", "host", "sync"])
+class TestEveryClock:
+    """Properties of all clocks."""
+
+    def test_its_name_is_the_label_value(self, kind: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert make(kind, device, monkeypatch).name == kind
+
+    def test_the_pool_is_bounded_and_refills(self, kind: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = make(kind, device, monkeypatch)
+        taken = [clock.acquire() for _ in range(4)]
+        assert [slot is None for slot in taken] == [False, False, False, True]
+        first = taken[0]
+        assert first is not None
+        clock.mark(first)
+        clock.release(first)
+        again = clock.acquire()
+        assert again is first
+        assert again.count == 0
+        assert list(again.host) == []
+
+    def test_marks_beyond_the_slot_are_ignored(
+        self, kind: str, device: Device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = make(kind, device, monkeypatch)
+        slot = clock.acquire()
+        assert slot is not None
+        for _ in range(9):
+            clock.mark(slot)
+        assert slot.count == clock.marks == 5
+        assert len(clock.offsets(slot)) == len(slot.host) == 5
+
+    def test_offsets_begin_at_zero_and_do_not_fall(
+        self, kind: str, device: Device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = make(kind, device, monkeypatch)
+        slot = clock.acquire()
+        assert slot is not None
+        for i in range(4):
+            device.time = float(i)
+            clock.mark(slot)
+        offsets = list(clock.offsets(slot))
+        assert offsets[0] == 0.0
+        assert offsets == sorted(offsets)
+        assert clock.done(slot)
+        assert all(clock.reached(slot, i) for i in range(4))
+
+
+def test_host_time_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([1_000_000_000, 1_002_000_000, 1_005_000_000, 1_009_000_000])
+    monkeypatch.setattr(clocks, "perf_counter_ns", lambda: next(moments))
+    clock = HostClock()
+    earlier, later = clock.acquire(), clock.acquire()
+    assert earlier is not None
+    assert later is not None
+    clock.mark(earlier)
+    clock.mark(earlier)
+    clock.mark(later)
+    clock.mark(later)
+    assert clock.offsets(earlier) == pytest.approx([0.0, 0.002])
+    assert clock.between(earlier, later) == pytest.approx(0.003)
+    assert not clock.tells_host_bound
+
+
+def test_event_times_are_in_seconds(device: Device) -> None:
+    clock = CudaEventClock(2, 4, cuda=device)
+    earlier, later = clock.acquire(), clock.acquire()
+    assert earlier is not None
+    assert later is not None
+    for slot, moments in ((earlier, (10.0, 12.0)), (later, (15.0, 19.0))):
+        for device.time in moments:
+            clock.mark(slot)
+    assert clock.offsets(earlier) == pytest.approx([0.0, 0.002])
+    assert clock.between(earlier, later) == pytest.approx(0.003)
+    assert clock.tells_host_bound
+
+
+def test_a_cycle_on_cuda_never_waits_and_makes_no_event(device: Device) -> None:
+    """In a running server: one stream look-up per cycle, one record per mark, one query, no synchronisation."""
+    clock = CudaEventClock(2, 8, cuda=device)
+    assert device.calls == ["Event"] * 16
+    device.calls.clear()
+    slot = clock.acquire()
+    assert slot is not None
+    for _ in range(5):
+        clock.mark(slot)
+    clock.done(slot)
+    assert device.calls == ["current_stream", *["record"] * 5, "query"]
+
+
+def test_events_that_have_not_happened_are_not_done(device: Device) -> None:
+    clock = CudaEventClock(2, 8, cuda=device)
+    slot = clock.acquire()
+    assert slot is not None
+    for device.time in (1.0, 2.0, 3.0):
+        clock.mark(slot)
+    device.executed = 2.0
+    assert not clock.done(slot)
+    assert [clock.reached(slot, i) for i in range(3)] == [True, True, False]
+    device.executed = 3.0
+    assert clock.done(slot)
+
+
+def test_an_error_of_the_stream_look_up_loses_no_slot(device: Device) -> None:
+    clock = CudaEventClock(1, 4, cuda=device)
+    device.broken = True
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            clock.acquire()
+    device.broken = False
+    assert clock.acquire() is not None
+
+
+def test_the_synchronising_clock_waits_at_every_mark_and_no_other_does(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind, expected in (("sync", 3), ("host", 0), ("cuda_event", 0)):
+        clock = make(kind, device, monkeypatch)
+        device.calls.clear()
+        slot = clock.acquire()
+        assert slot is not None
+        for _ in range(3):
+            clock.mark(slot)
+        assert device.calls.count("synchronize") == expected
+
+
+def test_the_synchronising_clock_works_without_a_gpu(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "is_available", lambda: False)
+    clock: Any = make("sync", device, monkeypatch)
+    slot = clock.acquire()
+    clock.mark(slot)
+    assert "synchronize" not in device.calls
