@@ -483,7 +483,9 @@ METRICS: tuple[Metric, ...] = (
         ("batch_size",),
     ),
     # --- the hooks themselves ---------------------------------------------------------------------------
-    Metric("eagle_hook_up", Kind.GAUGE, "1 while the hook is attached to SGLang and not switched off, else 0.", ("hook",)),
+    Metric(
+        "eagle_hook_up", Kind.GAUGE, "1 while the hook is attached to SGLang and not switched off, else 0.", ("hook",)
+    ),
     Metric(
         "eagle_hook_errors_total",
         Kind.COUNTER,

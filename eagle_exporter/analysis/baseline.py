@@ -107,8 +107,7 @@ def differences(baseline: Baseline, server: Server) -> tuple[str, ...]:
     sentences: list[str] = []
     if baseline.model_name and server.model_name and baseline.model_name != server.model_name:
         sentences.append(
-            f"The baseline was measured on model {baseline.model_name}, this is {server.model_name}: do not "
-            "compare."
+            f"The baseline was measured on model {baseline.model_name}, this is {server.model_name}: do not compare."
         )
     sentences.extend(
         f"The baseline was measured with {fact} {baseline.facts[fact]}, this server has {server.facts[fact]}."

@@ -162,9 +162,7 @@ def _first_point(baseline: BaselineStep, cell: Cell) -> Point:
     if baseline.verify_seconds is not None:
         return Point(0, baseline.verify_seconds, baseline.verify_seconds)
     # The whole step also holds what C(k) adds to verify by itself, so the forward may be that much shorter.
-    extra = sum(cell.phase(name) or 0.0 for name in ("verify_overhead", "kv_cache", ("other"))) + (
-        cell.gap or 0.0
-    )
+    extra = sum(cell.phase(name) or 0.0 for name in ("verify_overhead", "kv_cache", ("other"))) + (cell.gap or 0.0)
     return Point(0, baseline.seconds, max(0.0, baseline.seconds - extra))
 
 

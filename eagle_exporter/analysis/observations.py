@@ -322,9 +322,7 @@ def _rank_of(labels: Mapping[str, str]) -> _RankKey:
 
 
 def _server(name: str, ranks: Mapping[_RankKey, _RankValues]) -> Server:
-    recording = {
-        key: rank for key, rank in ranks.items() if any(metric == "eagle_drafts_total" for metric, _ in rank)
-    }
+    recording = {key: rank for key, rank in ranks.items() if any(metric == "eagle_drafts_total" for metric, _ in rank)}
     chosen = list(recording.values())
     cells = _cells(chosen)
     ends = {key for key, rank in ranks.items() if rank.get(("eagle_rank_up", ())) == 0}
@@ -382,9 +380,7 @@ def _cells(ranks: Iterable[_RankValues]) -> tuple[Cell, ...]:
             num_steps=int(steps) if steps.isdigit() else None,
             cycles=total.get("eagle_batch_cycles_total", 0.0),
             timed_cycles=total.get("eagle_batch_timed_cycles_total", 0.0),
-            phase_seconds={
-                phase: total[f"phase:{phase}"] for phase in catalogue.PHASES if f"phase:{phase}" in total
-            },
+            phase_seconds={phase: total[f"phase:{phase}"] for phase in catalogue.PHASES if f"phase:{phase}" in total},
             gap_seconds=total.get("eagle_batch_gap_seconds_total"),
             drafts=total.get("eagle_batch_drafts_total", 0.0),
             accepted=total.get("eagle_batch_accepted_tokens_total", 0.0),
@@ -394,9 +390,7 @@ def _cells(ranks: Iterable[_RankValues]) -> tuple[Cell, ...]:
         if batch_size in catalogue.BATCH_SIZES and total.get("eagle_batch_cycles_total", 0.0) > 0
     ]
     order = {batch_size: i for i, batch_size in enumerate(catalogue.BATCH_SIZES)}
-    return tuple(
-        sorted(cells, key=lambda cell: (order[cell.batch_size], cell.num_steps is None, cell.num_steps or 0))
-    )
+    return tuple(sorted(cells, key=lambda cell: (order[cell.batch_size], cell.num_steps is None, cell.num_steps or 0)))
 
 
 def _positions(ranks: Iterable[_RankValues]) -> tuple[Position, ...]:
@@ -483,9 +477,7 @@ def _facts(ranks: Iterable[_RankValues]) -> dict[str, str]:
     return {fact: ",".join(sorted(values)) for fact, values in sorted(found.items()) if values != {""}}
 
 
-def _disagreements(
-    ranks: Mapping[_RankKey, _RankValues], recording: Mapping[_RankKey, _RankValues]
-) -> tuple[str, ...]:
+def _disagreements(ranks: Mapping[_RankKey, _RankValues], recording: Mapping[_RankKey, _RankValues]) -> tuple[str, ...]:
     sentences: list[str] = []
     for label in ("topk", "num_steps", "config_id"):
         values = {
@@ -528,7 +520,5 @@ def _disagreements(
 def _rank_name(key: _RankKey) -> str:
     labels = dict(zip(catalogue.COMMON_LABELS, key, strict=True))
     return " ".join(
-        f"{name.removesuffix('_rank')}{labels[name]}"
-        for name in ("tp_rank", "pp_rank", "dp_rank")
-        if labels[name]
+        f"{name.removesuffix('_rank')}{labels[name]}" for name in ("tp_rank", "pp_rank", "dp_rank") if labels[name]
     )

@@ -109,9 +109,7 @@ def cycle_seconds(selector: str = "", window: str = "5m", by: Sequence[str] = BA
     Under ``num_steps="0"`` the draft_extend of a zero-step tier is in it; `measured_baseline_seconds` leaves
     it out.
     """
-    return ratio(
-        _sum_rate(PHASE_SECONDS, selector, window, by), _sum_rate(TIMED_CYCLES, selector, window, by)
-    )
+    return ratio(_sum_rate(PHASE_SECONDS, selector, window, by), _sum_rate(TIMED_CYCLES, selector, window, by))
 
 
 def phase_seconds(
@@ -173,9 +171,7 @@ def cost_per_cycle(selector: str = "", window: str = "5m", by: Sequence[str] = B
 
     Where the gap is not measured (no scheduler hook) there is no result: see `cycle_seconds`.
     """
-    seconds = (
-        f"{_sum_rate(PHASE_SECONDS, selector, window, by)} + {_sum_rate(GAP_SECONDS, selector, window, by)}"
-    )
+    seconds = f"{_sum_rate(PHASE_SECONDS, selector, window, by)} + {_sum_rate(GAP_SECONDS, selector, window, by)}"
     return ratio(seconds, _sum_rate(TIMED_CYCLES, selector, window, by))
 
 
@@ -298,9 +294,7 @@ def breakeven_tokens_per_cycle(selector: str = "", window: str = "5m", baseline:
 def acceptance_at(selector: str = "", window: str = "5m", by: Sequence[str] = SERVER_LEVEL) -> str:
     """Acceptance (0 to 1) by the label ``position`` (unconditional; a lower bound for trees)."""
     level = (*by, "position")
-    return ratio(
-        _sum_rate(ACCEPTED_AT, selector, window, level), _sum_rate(OFFERED_AT, selector, window, level)
-    )
+    return ratio(_sum_rate(ACCEPTED_AT, selector, window, level), _sum_rate(OFFERED_AT, selector, window, level))
 
 
 def tokens_per_cycle_at(

@@ -172,10 +172,7 @@ def _verdict(cell: Cell, answer: WhatIf | None) -> str:
     ways: list[str] = []
     steps = cell.num_steps
     if steps and breakeven > steps + 1:
-        text += (
-            f"It would need {breakeven:.2f} tokens per cycle, more than {steps} {_plural(steps, 'step')} can "
-            "give. "
-        )
+        text += f"It would need {breakeven:.2f} tokens per cycle, more than {steps} {_plural(steps, 'step')} can give. "
     else:
         acceptance = answer.breakeven_acceptance
         each = f" ({acceptance:.2f} acceptance per step)" if acceptance is not None else ""
@@ -215,9 +212,7 @@ def _step_sentences(answer: WhatIf, topk: int | None) -> tuple[str, ...]:
     if answer.best is not None:
         sentences.append(_best_sentence(answer))
         if answer.baseline is None:
-            sentences.append(
-                "Without a baseline only step counts from the smallest that ran upwards are compared."
-            )
+            sentences.append("Without a baseline only step counts from the smallest that ran upwards are compared.")
     elif answer.running.cost is not None and answer.baseline is None:
         sentences.append(
             "No best step count is named: without the time of a decode step of one token, what verify of "
@@ -259,9 +254,7 @@ def _best_sentence(answer: WhatIf) -> str:
     if best.confidence == "certain":
         return f"Best: {name}{numbers}{option}. No other known step count reaches it even in its best case."
     if best.confidence == "likely":
-        return (
-            f"Probably best: {name}{numbers}{option}, whichever way verify rises between what was measured."
-        )
+        return f"Probably best: {name}{numbers}{option}, whichever way verify rises between what was measured."
     rivals = _listed([_steps_name(steps) for steps in best.within_error])
     text = f"Best estimate: {name}{numbers}{option}. Within error: {rivals}."
     if max(best.within_error) < running:
@@ -287,9 +280,7 @@ def _batch_notes(server: Server, cell: Cell, cells: Sequence[Cell], answer: What
         count = int(cell.timed_cycles)
         notes.append(f"Only {count} timed {_plural(count, 'cycle')}: take the figures as an indication.")
     if cell.timed_cycles > 0 and cell.gap is None:
-        notes.append(
-            "The gap between cycles is not measured (the scheduler hook is down): costs are without it."
-        )
+        notes.append("The gap between cycles is not measured (the scheduler hook is down): costs are without it.")
     if answer is not None and not answer.by_position:
         notes.append(
             "Acceptance by position is not known for every step (a position was never offered, or does not "
@@ -320,13 +311,9 @@ def _server_notes(server: Server, batches: Sequence[BatchAdvice], saved: Baselin
                 f"that records is not visible here.{down} 'eagle-exporter doctor' says why."
             )
         else:
-            notes.append(
-                "Nothing to advise on: no decode cycle ran. Send traffic, or look at a longer window."
-            )
+            notes.append("Nothing to advise on: no decode cycle ran. Send traffic, or look at a longer window.")
     if server.ended_ranks:
-        notes.append(
-            f"{server.ended_ranks} of {server.ranks} ranks have ended: these are their last figures."
-        )
+        notes.append(f"{server.ended_ranks} of {server.ranks} ranks have ended: these are their last figures.")
     notes.extend(server.disagreements)
     if len(server.config_ids) > 1:
         notes.append(
@@ -337,14 +324,12 @@ def _server_notes(server: Server, batches: Sequence[BatchAdvice], saved: Baselin
         notes.append("The sync clock is on: it distorts what it measures. Use it for diagnosis only.")
     elif server.clock == "host":
         notes.append(
-            "Times are wall time of the host clock: on a GPU a phase then holds what happened to be waited "
-            "for."
+            "Times are wall time of the host clock: on a GPU a phase then holds what happened to be waited for."
         )
     if server.host_bound_share is not None and server.host_bound_share > HOST_BOUND_SHARE:
         if server.overlap is False:
             notes.append(
-                "The overlap scheduler is off: the GPU waits for the host in every cycle, phases hold that "
-                "wait."
+                "The overlap scheduler is off: the GPU waits for the host in every cycle, phases hold that wait."
             )
         else:
             notes.append(
@@ -353,8 +338,7 @@ def _server_notes(server: Server, batches: Sequence[BatchAdvice], saved: Baselin
             )
     if len([batch for batch in batches if batch.answer is not None]) > 1:
         notes.append(
-            "Acceptance by position is counted over all batch sizes; it is scaled to the tokens per cycle "
-            "of each."
+            "Acceptance by position is counted over all batch sizes; it is scaled to the tokens per cycle of each."
         )
     if saved is not None:
         notes.extend(differences(saved, server))
@@ -379,9 +363,7 @@ def _baseline_conflicts(server: Server, saved: Baseline | None) -> list[str]:
 def _outside(server: Server, saved: Baseline | None) -> tuple[tuple[str, ...], float | None]:
     sentences: list[str] = []
     if server.draft_memory_bytes:
-        sentences.append(
-            f"The draft model's weights take {server.draft_memory_bytes / 2**30:.2f} GiB on each rank."
-        )
+        sentences.append(f"The draft model's weights take {server.draft_memory_bytes / 2**30:.2f} GiB on each rank.")
     change = None
     if server.kv_pool_tokens:
         text = f"The KV pool holds {server.kv_pool_tokens:,.0f} tokens"
@@ -404,8 +386,7 @@ def _limit_sentence(limit: SwitchOff | None, batches: Sequence[BatchAdvice]) -> 
         text = f"Speculation pays off up to batch size {limit.pays_up_to}, the largest that is known."
     else:
         text = (
-            f"Switch speculation off above batch size {limit.pays_up_to}: from {limit.stops_at} on it does "
-            "not pay off."
+            f"Switch speculation off above batch size {limit.pays_up_to}: from {limit.stops_at} on it does not pay off."
         )
     if limit.mixed:
         text += " Smaller ones do not pay off throughout, so more than batch size differs between them."

@@ -284,9 +284,7 @@ def _sensitivities(
     for prediction in predictions:
         predicted = prediction.tokens_per_second
         if prediction.num_steps == less and less > 0 and predicted is not None:
-            result.append(
-                Sensitivity("one_step_less", predicted, predicted.value / rate - 1.0, prediction.speedup)
-            )
+            result.append(Sensitivity("one_step_less", predicted, predicted.value / rate - 1.0, prediction.speedup))
     return tuple(result)
 
 

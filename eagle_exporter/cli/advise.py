@@ -62,9 +62,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             "baseline, which number of steps would be best among those that can be known, and what would "
             "have to change."
         ),
-        epilog=(
-            "Exit codes: 0 advice given, 1 nothing to advise on, 2 wrong arguments or source not readable."
-        ),
+        epilog=("Exit codes: 0 advice given, 1 nothing to advise on, 2 wrong arguments or source not readable."),
     )
     parser.add_argument(
         "url",
@@ -79,9 +77,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--interval",
         metavar="SECONDS",
         type=_seconds,
-        help=(
-            "with URL or --registry: what happens in so many seconds (default: 0, everything since the start)"
-        ),
+        help=("with URL or --registry: what happens in so many seconds (default: 0, everything since the start)"),
     )
     parser.add_argument("--server", metavar="NAME", help="only this server")
     parser.add_argument("--baseline", metavar="FILE", type=Path, help="a baseline saved by --save-baseline")
@@ -166,9 +162,7 @@ def _registry(root: Path, interval: float) -> Samples:
     from eagle_exporter.registry.reader import RegistryReader
 
     if not root.exists():
-        raise AdviseError(
-            f"--registry {root}: no such directory; SGLang has not run here, or with another one"
-        )
+        raise AdviseError(f"--registry {root}: no such directory; SGLang has not run here, or with another one")
     reader = RegistryReader(root)
 
     def read() -> Samples:
@@ -360,9 +354,7 @@ def _save_baseline(servers: tuple[Server, ...], path: Path) -> int:
         return EXIT_NOTHING
     if len(measured) > 1:
         names = ", ".join(found.server for found in measured)
-        raise AdviseError(
-            f"--save-baseline: several servers have a baseline ({names}); choose one with --server"
-        )
+        raise AdviseError(f"--save-baseline: several servers have a baseline ({names}); choose one with --server")
     document = baselines.to_json(measured[0], saved=time.time())
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -372,10 +364,7 @@ def _save_baseline(servers: tuple[Server, ...], path: Path) -> int:
         temporary.unlink(missing_ok=True)
         raise AdviseError(f"--save-baseline {path}: {error.strerror}") from error
     for batch_size, step in measured[0].steps.items():
-        print(
-            f"batch size {batch_size}: {step.seconds * 1e3:.2f} ms a decode step ({step.cycles or 0:,.0f} "
-            "steps)"
-        )
+        print(f"batch size {batch_size}: {step.seconds * 1e3:.2f} ms a decode step ({step.cycles or 0:,.0f} steps)")
     print(f"saved to {path}")
     return 0
 

@@ -66,8 +66,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where to; created if missing")
     parser.add_argument(
-        "groups", metavar="WHAT", nargs="*", help=f"{', '.join(GROUPS)} (default: all of them)", choices=[*GROUPS, []]
+        "groups", metavar="WHAT", nargs="*", type=_group, help=f"{', '.join(GROUPS)} (default: all of them)"
     )
+
+
+def _group(text: str) -> str:
+    if text not in GROUPS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(GROUPS)}")
+    return text
 
 
 def run(args: argparse.Namespace) -> int:

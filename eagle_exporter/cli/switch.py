@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 from eagle_exporter import control, settings
@@ -42,8 +41,7 @@ def switch(args: argparse.Namespace, command: str) -> int:
     failed = False
     for directory in directories:
         try:
-            # The number makes the same command twice two commands: "on" also mends a blown fuse.
-            control.write(directory, [f"{command} {time.time_ns()}"])
+            control.write(directory, [command])
         except OSError as error:
             failed = True
             print(

@@ -270,18 +270,14 @@ class SGLangServer:
             ServerError: the server is gone or answered with an error.
 
         """
-        limits = (
-            [max_new_tokens] * len(input_ids) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        )
+        limits = [max_new_tokens] * len(input_ids) if isinstance(max_new_tokens, int) else list(max_new_tokens)
         if len(limits) != len(input_ids):
             raise ValueError(f"{len(limits)} values of max_new_tokens for {len(input_ids)} prompts")
         if not input_ids:
             return []
         body = {
             "input_ids": [list(prompt) for prompt in input_ids],
-            "sampling_params": [
-                {"temperature": 0.0} | sampling | {"max_new_tokens": limit} for limit in limits
-            ],
+            "sampling_params": [{"temperature": 0.0} | sampling | {"max_new_tokens": limit} for limit in limits],
         }
         answer = json.loads(self.request("/generate", body, timeout=timeout))
         if not isinstance(answer, list) or len(answer) != len(input_ids):
@@ -336,6 +332,8 @@ class SGLangServer:
             *("--attention-backend", "torch_native"),
             *("--max-total-tokens", "32768", "--max-running-requests", "16", "--mem-fraction-static", "0.05"),
             *("--chunked-prefill-size", "2048", "--random-seed", "0"),
+            # An idle scheduler would spin on a core that others need.
+            "--sleep-on-idle",
             *("--tp-size", str(self.tensor_parallel), "--dp-size", str(self.data_parallel)),
         ]
         if self.speculation:
@@ -404,10 +402,6 @@ def _needs_attention_repair(version: str) -> bool:
 
 def _cores_per_rank(ranks: int) -> str:
     """SGLANG_CPU_OMP_THREADS_BIND: this process's cores dealt out to the ranks, shared where too few."""
-    cores = (
-        sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else list(range(os.cpu_count() or 1))
-    )
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     groups = [cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks)]
     return "|".join(",".join(str(core) for core in group) for group in groups)

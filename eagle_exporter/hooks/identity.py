@@ -54,11 +54,26 @@ def argument(server_args: Any, name: str, default: Any = None) -> Any:
 
 
 def rank_of(scheduler: Any) -> Rank:
-    """Return the rank of an initialised ``Scheduler``."""
-    state = getattr(scheduler, "ps", scheduler)
+    """Return the rank of an initialised ``Scheduler``.
+
+    Ranks are on ``scheduler.ps`` in 0.5.16 to 0.5.20, on the scheduler itself before, and only in the runtime context
+    from 0.5.21 on.
+
+    Raises:
+        ValueError: None of them knows the tensor-parallel rank.
+    """
+    sources = [scheduler.ps] if getattr(scheduler, "ps", None) is not None else []
+    sources += [scheduler, _parallel_context()]
 
     def read(name: str, default: Any) -> Any:
-        return getattr(state, name, getattr(scheduler, name, default))
+        for source in sources:
+            value = getattr(source, name, None)
+            if value is not None:
+                return value
+        return default
+
+    if read("tp_rank", None) is None:
+        raise ValueError("this SGLang tells its ranks in none of the known places")
 
     pp_rank, pp_size = read("pp_rank", 0), read("pp_size", 1)
     return Rank(
@@ -67,6 +82,15 @@ def rank_of(scheduler: Any) -> Rank:
         dp_rank=read("dp_rank", None),
         recording=read("attn_tp_rank", 0) == 0 and read("attn_cp_rank", 0) == 0 and pp_rank == pp_size - 1,
     )
+
+
+def _parallel_context() -> Any:
+    try:
+        from sglang.srt.runtime_context import get_parallel  # 0.5.14 and newer
+
+        return get_parallel()
+    except Exception:  # an older SGLang, or one that has published none
+        return None
 
 
 def common_labels(server: str, scheduler: Any, rank: Rank) -> dict[str, str]:

@@ -329,6 +329,8 @@ def start_rank(session: Session, hooks: AttachedHooks, scheduler: Any, word: Wor
     if not (hooks.up["cycle"] and hooks.up["accept"]):
         budget.set_state("hooks_down")
     session.plain_decode = worker is None
+    if not hooks.up["scheduler"]:
+        session.do_not_wait()
     timer = CycleTimer(clock, recorder, budget)
     timer.graph_mean = step_source == "graph_mean"
     for size, seconds in configured.baseline.items():

@@ -61,6 +61,7 @@ class Session:
         self._results: list[tuple[CycleRecord, Acceptance]] = []
         self._spent_ns = 0
         self._flush_at_ns = 0
+        self._flush_results = FLUSH_RESULTS
 
     def start(
         self, timer: CycleTimer, recorder: RankRecorder, budget: Budget, control: Control | None, *, recording: bool
@@ -101,6 +102,8 @@ class Session:
             else:
                 self._error_counts[hook] = self._error_counts.get(hook, 0) + 1
             self.budget.error()
+            if hook == "scheduler":
+                self.do_not_wait()
             if hook not in self._logged:
                 self._logged.add(hook)
                 logger.exception(
@@ -117,6 +120,10 @@ class Session:
             recorder.set_state(state)
             self.flush()
         logger.warning("eagle-exporter: timing is %s", state)
+
+    def do_not_wait(self) -> None:
+        """Record each result as it comes: nobody will tell when the scheduler is idle and the rest should go out."""
+        self._flush_results = 1
 
     def _poll_control(self) -> None:
         if self.control is not None:
@@ -554,7 +561,7 @@ class Session:
             else:
                 self._results.append((record, rows.acceptance(result, drafted=not self.plain_decode)))
         self._spent_ns += perf_counter_ns() - begin + spent_ns
-        if len(self._results) >= FLUSH_RESULTS or begin > self._flush_at_ns:
+        if len(self._results) >= self._flush_results or begin > self._flush_at_ns:
             self.flush()
 
     def flush(self) -> None:

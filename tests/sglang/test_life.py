@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from eagle_exporter.demo import answers
 from eagle_exporter.demo.sglang_server import SGLangServer, free_port
 from eagle_exporter.registry.layout import directory_name
 from eagle_exporter.registry.reader import RegistryReader
-from tests.prometheus.servers import Prometheus, prometheus
 from tests.service.exporter import wait_for
 from tests.sglang import processes
-from tests.sglang.measured import ROOT, Configuration, Difference, one_rank, settled, start
-from tests.tools import soak
+from tests.sglang.measured import ROOT, Difference, one_rank, settled, start
+from tests.sglang.page import COUNT, PROMPT, TREE, answer_is_right, reachable, scrape, value
 
-TREE = Configuration(topk=4, num_draft_tokens=8, overlap=True)
-PROMPT, COUNT = [5, 44, 17], 30
 FAULTY_HOOKS = (
     "cycle",
     "verify",
@@ -42,41 +36,6 @@ FAULTY_HOOKS = (
     "scheduler",
 )
 """Every hook whose code runs on the CPU: draft_graph does not, identity and prefill have none of their own."""
-
-
-def scrape(port: int) -> str:
-    """GET /metrics."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=15) as response:
-        content: bytes = response.read()
-    return content.decode()
-
-
-def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Return every sample of an exposition; fails when one comes twice."""
-    result: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            key = (sample.name, tuple(sorted(sample.labels.items())))
-            assert key not in result, f"{key} comes twice"
-            result[key] = sample.value
-    return result
-
-
-def value(text: str, name: str, **labels: str) -> float:
-    """Return the sum over the samples of a name that have these labels; -1 when there is none."""
-    found = [
-        number
-        for (sample, pairs), number in samples(text).items()
-        if sample == name and labels.items() <= dict(pairs).items()
-    ]
-    return sum(found) if found else -1.0
-
-
-def answer_is_right(server: SGLangServer, count: int = COUNT) -> bool:
-    """Send one request; return whether the tokens are the known ones."""
-    (reply,) = server.generate([PROMPT], count)
-    tokens: list[int] = reply["output_ids"]
-    return tokens == answers.expected_tokens(PROMPT, count)
 
 
 def drafts(count: int = COUNT) -> int:
@@ -152,6 +111,7 @@ def test_a_fault_in_a_hook_changes_no_token_is_counted_and_logged_once(served: S
     served.plant("")
     switch(served.registry, "on")  # twenty errors in a row blow the fuse
     wait_for(lambda: served.state() == "on", 10)
+    assert answer_is_right(served.server)
     errors = Difference(before, settled(served.registry)).by_label("eagle_hook_errors_total")
     assert errors.pop(hook) >= 1
     assert not any(errors.values()), "another hook failed too"
@@ -247,14 +207,6 @@ def test_an_exporter_restarted_alone_shows_the_same_numbers(served: Served) -> N
         alone.wait(10)
 
 
-def reachable(port: int) -> bool:
-    """Return whether /metrics answers."""
-    try:
-        return bool(scrape(port))
-    except OSError:
-        return False
-
-
 def test_a_deleted_registry_leaves_the_server_serving(served: Served) -> None:
     """The last test with this server: what is deleted does not come back before a restart."""
     directory = served.registry / directory_name(one_rank(served.registry).labels["server"])
@@ -264,156 +216,3 @@ def test_a_deleted_registry_leaves_the_server_serving(served: Served) -> None:
     assert answer_is_right(served.server)
     assert RegistryReader(served.registry).read().ranks == ()
     assert served.server.is_running()
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory that the servers of one node share."""
-    return tmp_path_factory.mktemp("node")
-
-
-def scraping(port: int) -> str:
-    """Return a configuration of Prometheus that scrapes one exporter every second."""
-    return f"""
-global: {{scrape_interval: 1s, scrape_timeout: 1s}}
-scrape_configs:
-- job_name: eagle
-  static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
-"""
-
-
-def on_node(models: Path, python: str, node: Path, exporter: int, name: str) -> SGLangServer:
-    """Return a server of the node: one registry root, one exporter port, a log of its own."""
-    environment = {
-        "EAGLE_EXPORTER_SERVER": name,
-        "EAGLE_EXPORTER_EMBED": "1",
-        "EAGLE_EXPORTER_LISTEN": f"127.0.0.1:{exporter}",
-    }
-    server = start(models, python, TREE, node, environment=environment)
-    server.log_file = node / f"{name}-{len(list(node.glob('*.log')))}.log"
-    server.log_file.touch()
-    return server
-
-
-def test_servers_of_one_node_come_and_go_without_a_wrong_number(
-    models: Path, sglang_python: str, node: Path, tmp_path: Path
-) -> None:
-    """Two servers of one model share registry and port; the first stops, the second is killed and restarted."""
-    registry, port = node / "registry", free_port()
-    served_tokens = 0
-    with prometheus(tmp_path / "prometheus", scraping(port)) as store:
-        second = on_node(models, sglang_python, node, port, "second")
-        with on_node(models, sglang_python, node, port, "first") as first, second:
-            for server in (first, second):
-                assert answer_is_right(server)
-            served_tokens += COUNT
-            wait_for(lambda: value(scrape(port), "eagle_output_tokens_total") == 2 * COUNT, 20, "both servers' tokens")
-            text = scrape(port)
-            assert value(text, "eagle_output_tokens_total", server="first") == COUNT
-            assert value(text, "eagle_output_tokens_total", server="second") == COUNT
-            wait_for(lambda: stored(store, 'eagle_output_tokens_total{server="second"}') == COUNT, 20)
-
-            # The same server started twice by mistake: the running one keeps its files.
-            inode = (registry / "second" / "tp0-pp0-dp0.bin").stat().st_ino
-            with on_node(models, sglang_python, node, port, "second") as twin:
-                assert answer_is_right(twin)
-                assert twin.log().count("hooks stay off") == 1
-            assert (registry / "second" / "tp0-pp0-dp0.bin").stat().st_ino == inode
-            assert answer_is_right(second)
-            served_tokens += COUNT
-
-            # The first one stops, and with it the exporter that held the port.
-            first.stop()
-            wait_for(lambda: reachable(port), 15, "the second server's exporter taking over")
-            text = scrape(port)
-            assert value(text, "eagle_rank_up", server="first") == 0.0
-            assert value(text, "eagle_rank_up", server="second") == 1.0
-            assert answer_is_right(second)
-            served_tokens += COUNT
-            wait_for(lambda: stored(store, 'eagle_output_tokens_total{server="second"}') == served_tokens, 20)
-
-            # Its scheduler is killed: SGLang ends, and nothing of the dead rank is shown as alive.
-            (scheduler,) = scheduler_of(registry, "second")
-            processes.kill(scheduler)
-            wait_for(lambda: not second.is_running(), 60, "SGLang ending with its scheduler")
-            second.stop()
-        wait_for(lambda: not any(processes.of_server(registry).values()), 20, "every process ending")
-
-        with on_node(models, sglang_python, node, port, "second") as again:
-            assert answer_is_right(again)
-            served_tokens += COUNT
-            wait_for(lambda: stored(store, 'eagle_output_tokens_total{server="second"}') == COUNT, 20)
-            rank = next(rank for rank in RegistryReader(registry).read().ranks if rank.labels["server"] == "second")
-            assert rank.alive
-            assert rank.value("eagle_output_tokens_total") == COUNT
-            increase = stored(store, 'increase(eagle_output_tokens_total{server="second"}[30m])')
-            # increase() extrapolates by up to half a scrape interval on both ends; it must invent no restart's worth.
-            assert increase <= served_tokens * 1.05
-            assert (
-                stored(store, 'max_over_time(eagle_output_tokens_total{server="second"}[30m])') == served_tokens - COUNT
-            )
-        assert len(list(registry.rglob("*.bin"))) <= 2
-
-
-def scheduler_of(registry: Path, server: str) -> list[int]:
-    """Return the pid of a server's scheduler: the one that has its file open."""
-    wanted = str(registry / server / "tp0-pp0-dp0.bin")
-    found = []
-    for pid in processes.of_server(registry)["scheduler"]:
-        try:
-            open_files = {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
-        except OSError:
-            continue
-        if wanted in open_files:
-            found.append(pid)
-    return found
-
-
-def stored(store: Prometheus, expression: str) -> float:
-    """Return the sum of an instant query, 0 when it is empty."""
-    return sum(float(series["value"][1]) for series in store.query(expression))
-
-
-def test_random_kills_invent_nothing_and_leave_nothing(
-    models: Path, sglang_python: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
-    """SIGKILL of scheduler, exporter or main process at random moments, while a real Prometheus scrapes."""
-    directory = tmp_path_factory.mktemp("kills")
-    registry, port = directory / "registry", free_port()
-    rng = random.Random(20)
-    rounds = 200 if soak() else 3
-    answered = 0
-    roles: dict[str, int] = {}
-    with prometheus(tmp_path / "prometheus", scraping(port)) as store:
-        for number in range(rounds):
-            role = (
-                ("scheduler", "exporter", "main")[number % 3]
-                if rounds == 3
-                else rng.choice(("scheduler", "exporter", "main"))
-            )
-            server = on_node(models, sglang_python, directory, port, "killed")
-            server.start()
-            try:
-                for _ in range(rng.randint(1, 4)):
-                    assert answer_is_right(server)
-                    answered += COUNT
-                time.sleep(rng.random())
-                victims = processes.of_server(registry)[role]
-                assert victims, f"no {role} to kill"
-                for pid in victims:
-                    processes.kill(pid)
-                roles[role] = roles.get(role, 0) + 1
-                if role == "exporter":
-                    assert answer_is_right(server)  # the server does not need it
-                    answered += COUNT
-                else:
-                    wait_for(lambda: not processes.of_server(registry)["exporter"], 30, "the exporter ending")
-            finally:
-                server.stop()
-            wait_for(lambda: not any(processes.of_server(registry).values()), 30, "every process ending")
-            assert len(list(registry.rglob("*.bin"))) <= 1
-        increase = stored(store, 'increase(eagle_output_tokens_total{server="killed"}[6h])')
-        assert increase <= answered * 1.05
-        assert stored(store, "count(scrape_samples_post_metric_relabeling == 0 and up == 1)") == 0
-    print(f"\n{rounds} kills ({roles}): {answered} tokens served, increase() {increase:.0f}")
-    assert sum(roles.values()) == rounds

@@ -50,9 +50,7 @@ def rank_samples(
         series_key("eagle_rank_up", labels): 1.0,
     }
     for phase, seconds in PHASES.items():
-        samples[series_key("eagle_batch_phase_seconds_total", {**own, "phase": phase})] = (
-            seconds * cycles * slower
-        )
+        samples[series_key("eagle_batch_phase_seconds_total", {**own, "phase": phase})] = seconds * cycles * slower
     if recording:
         samples |= {
             series_key("eagle_drafts_total", labels): cycles,
@@ -125,9 +123,7 @@ class TestRanks:
         for dp, topk in (("0", "1"), ("1", "4")):
             labels = rank_labels(dp=dp)
             samples |= rank_samples(labels)
-            samples[
-                series_key("eagle_spec_config_info", {**labels, "config_id": f"c{topk}", "topk": topk})
-            ] = 1.0
+            samples[series_key("eagle_spec_config_info", {**labels, "config_id": f"c{topk}", "topk": topk})] = 1.0
         server = only(samples)
         assert any("topk (1, 4)" in sentence for sentence in server.disagreements)
         assert server.config_ids == ("c1", "c4")
@@ -187,9 +183,7 @@ class TestCells:
         assert only(samples).batch_sizes() == ("1", "2", "9-16", "17-32", "129+")
 
     def test_a_cell_without_cycles_is_no_cell(self) -> None:
-        samples = rank_samples(rank_labels()) | rank_samples(
-            rank_labels(), cell=("2", "3"), cycles=0, accepted=0
-        )
+        samples = rank_samples(rank_labels()) | rank_samples(rank_labels(), cell=("2", "3"), cycles=0, accepted=0)
         assert only(samples).batch_sizes() == ("1",)
 
     def test_the_step_count_other_is_kept_without_a_number(self) -> None:
@@ -224,9 +218,7 @@ class TestCells:
     def test_labels_that_a_scrape_adds_do_not_matter(self) -> None:
         plain = rank_samples(rank_labels())
         target = {"instance": "10.0.0.7:10077", "job": "eagle"}
-        scraped = {
-            series_key(name, {**dict(labels), **target}): value for (name, labels), value in plain.items()
-        }
+        scraped = {series_key(name, {**dict(labels), **target}): value for (name, labels), value in plain.items()}
         assert observe(scraped) == observe(plain)
 
 

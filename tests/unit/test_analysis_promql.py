@@ -37,9 +37,7 @@ EVERY: dict[str, Callable[[str, str], str]] = {
     "cycles_per_second": promql.cycles_per_second,
     "output_tokens_per_second": promql.output_tokens_per_second,
     "baseline_seconds": promql.baseline_seconds,
-    "with_config_id": lambda selector, window: promql.with_config_id(
-        promql.verify_share(selector, window), selector
-    ),
+    "with_config_id": lambda selector, window: promql.with_config_id(promql.verify_share(selector, window), selector),
 }
 
 _SELECTED = re.compile(r"(eagle_\w+)(\{[^}]*\})?(\[\w+\])?")
@@ -125,9 +123,7 @@ def test_predictions_are_for_chains_only() -> None:
         promql.tokens_per_cycle_at(2, SELECTOR, WINDOW),
         promql.cost_per_cycle_at(2, SELECTOR, WINDOW),
     ):
-        assert expression.endswith(
-            'and on (server) eagle_spec_config_info{server=~"$server",job="eagle",topk="1"}'
-        )
+        assert expression.endswith('and on (server) eagle_spec_config_info{server=~"$server",job="eagle",topk="1"}')
 
 
 def test_what_does_not_exist_is_refused() -> None:

@@ -37,9 +37,7 @@ PHASES = {
 RATES = (0.54, 0.29, 0.16, 0.085, 0.046)
 
 
-def make_cell(
-    batch_size: str = "1", num_steps: int | None = 5, *, scale: float = 1.0, cycles: float = 5000.0
-) -> Cell:
+def make_cell(batch_size: str = "1", num_steps: int | None = 5, *, scale: float = 1.0, cycles: float = 5000.0) -> Cell:
     speculating = num_steps != 0
     return Cell(
         batch_size=batch_size,
@@ -156,9 +154,7 @@ class TestWhatItDoesNotKnow:
         check_output(advice)
 
     def test_no_rank_that_records(self) -> None:
-        advice = advise(
-            replace(make_server(), cells=(), positions=(), recording_ranks=0, hooks_down=("accept",))
-        )
+        advice = advise(replace(make_server(), cells=(), positions=(), recording_ranks=0, hooks_down=("accept",)))
         assert "no rank counts acceptance" in sentences(advice)
         assert "accept" in sentences(advice)
 
@@ -198,9 +194,7 @@ class TestWhatItDoesNotKnow:
     def test_one_single_cycle(self) -> None:
         advice = advise(make_server(make_cell(cycles=1.0)))
         assert "Only 1 timed cycle:" in sentences(advice)
-        assert "Within error: no speculation, 1 step, 2 steps, 3 steps, 4 steps and 5 steps" in sentences(
-            advice
-        )
+        assert "Within error: no speculation, 1 step, 2 steps, 3 steps, 4 steps and 5 steps" in sentences(advice)
         check_output(advice)
 
     def test_the_gap_is_not_measured(self) -> None:
@@ -234,9 +228,7 @@ class TestWhatItDoesNotKnow:
 
     def test_the_step_count_with_most_cycles_is_the_one_reported(self) -> None:
         for most, cycles in ((2, (900.0, 300.0)), (5, (300.0, 900.0))):
-            server = make_server(
-                make_cell(num_steps=2, cycles=cycles[0]), make_cell(num_steps=5, cycles=cycles[1])
-            )
+            server = make_server(make_cell(num_steps=2, cycles=cycles[0]), make_cell(num_steps=5, cycles=cycles[1]))
             assert advise(server).batches[0].cell.num_steps == most
 
     def test_a_run_without_speculation_is_only_a_baseline(self) -> None:
@@ -332,9 +324,7 @@ class TestBaseline:
         assert configured.source == "configured"
         measured = baseline_step("1", replace(server, configured_baseline={}))
         assert measured is not None
-        assert measured.seconds == pytest.approx(
-            0.4 * (sum(PHASES.values()) - PHASES["draft_extend"]) + 0.0002
-        )
+        assert measured.seconds == pytest.approx(0.4 * (sum(PHASES.values()) - PHASES["draft_extend"]) + 0.0002)
         assert measured.verify_seconds == pytest.approx(0.4 * PHASES["target_verify"])
         assert baseline_step("2", server, saved) is None
 
@@ -355,9 +345,7 @@ class TestBaseline:
         assert measured.kv_pool_tokens is None
 
     def test_a_baseline_of_another_setup_is_named_fact_by_fact(self) -> None:
-        saved = Baseline(
-            {"1": BaselineStep(0.0111)}, model_name="other", facts={"nccl_proto": "Simple", "gpu": "H200"}
-        )
+        saved = Baseline({"1": BaselineStep(0.0111)}, model_name="other", facts={"nccl_proto": "Simple", "gpu": "H200"})
         text = sentences(advise(make_server(), saved))
         assert "on model other, this is Kimi-K2.5" in text
         assert "with nccl_proto Simple, this server has LL" in text
@@ -365,9 +353,7 @@ class TestBaseline:
 
     def test_a_configured_baseline_that_the_measurement_contradicts_is_named(self) -> None:
         server = make_server(make_cell(num_steps=0, scale=0.4), make_cell(), configured_baseline={"1": 0.02})
-        assert "the configured baseline is 20.00 ms and the measured one 12.23 ms" in sentences(
-            advise(server)
-        )
+        assert "the configured baseline is 20.00 ms and the measured one 12.23 ms" in sentences(advise(server))
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -381,9 +367,7 @@ class TestBaseline:
             ({"facts": {"gpu": 1}}, "facts"),
         ],
     )
-    def test_a_file_that_is_none_is_refused_with_the_reason(
-        self, change: dict[str, object], message: str
-    ) -> None:
+    def test_a_file_that_is_none_is_refused_with_the_reason(self, change: dict[str, object], message: str) -> None:
         document = to_json(Baseline({"1": BaselineStep(0.01)}), saved=0.0) | change
         with pytest.raises(BaselineError, match=message):
             from_json(document)

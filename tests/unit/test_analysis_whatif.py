@@ -169,9 +169,7 @@ rate_lists = st.lists(st.floats(0, 1), min_size=1, max_size=8).map(lambda rates:
 class TestTokensPerCycle:
     @property_test
     @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000)), max_size=8), st.integers(1, 12))
-    def test_is_monotone_and_between_one_and_k_plus_one(
-        self, counts: list[tuple[int, int]], most: int
-    ) -> None:
+    def test_is_monotone_and_between_one_and_k_plus_one(self, counts: list[tuple[int, int]], most: int) -> None:
         curve = acceptance_curve([Position(offered, accepted) for offered, accepted in counts], None, most)
         previous = 1.0
         for steps in range(1, most + 1):
@@ -185,12 +183,8 @@ class TestTokensPerCycle:
             previous = tokens.value
 
     @property_test
-    @given(
-        st.integers(1, 8).flatmap(lambda k: st.tuples(st.just(k), st.lists(st.integers(0, k), min_size=1)))
-    )
-    def test_equals_the_mean_of_the_histogram_at_the_running_step_count(
-        self, drawn: tuple[int, list[int]]
-    ) -> None:
+    @given(st.integers(1, 8).flatmap(lambda k: st.tuples(st.just(k), st.lists(st.integers(0, k), min_size=1))))
+    def test_equals_the_mean_of_the_histogram_at_the_running_step_count(self, drawn: tuple[int, list[int]]) -> None:
         steps, accepted = drawn
         positions = [Position(len(accepted), sum(n > i for n in accepted)) for i in range(steps)]
         mean = sum(accepted) / len(accepted)
@@ -318,8 +312,7 @@ class TestCost:
         curve, parts, acceptance, tiers, most = drawn
         rates = geometric(acceptance, most)
         cells = [
-            make_cell(true_phases(curve, parts, k), k, sum(rates[:k]), gap=parts["gap"], cycles=CYCLES)
-            for k in tiers
+            make_cell(true_phases(curve, parts, k), k, sum(rates[:k]), gap=parts["gap"], cycles=CYCLES) for k in tiers
         ]
         fixed = parts["verify_overhead"] + parts["kv_cache"] + parts["other"] + parts["gap"]
         baseline = BaselineStep(curve[0] + fixed, curve[0] if measured else None)
@@ -333,11 +326,7 @@ class TestCost:
             assert item.cost is not None
             assert item.tokens_per_second is not None
             assert item.cost.low * (1 - 1e-9) <= truth <= item.cost.high * (1 + 1e-9)
-            assert (
-                item.tokens_per_second.low * (1 - 1e-6)
-                <= tokens / truth
-                <= item.tokens_per_second.high * (1 + 1e-6)
-            )
+            assert item.tokens_per_second.low * (1 - 1e-6) <= tokens / truth <= item.tokens_per_second.high * (1 + 1e-6)
             assert item.cost.low <= item.cost.value <= item.cost.high
 
     @property_test
@@ -351,12 +340,8 @@ class TestCost:
         self, base: float, height: float, exponent: float, most: int
     ) -> None:
         verify = [base * (1 + height * n**exponent) for n in range(most + 3)]
-        parts = dict.fromkeys(
-            ("step", "extend_fixed", "extend_token", "verify_overhead", "kv_cache", "other"), 0.0004
-        )
-        model = cost_model(
-            [make_cell(true_phases(verify, parts, most), most, 1.0)], BaselineStep(verify[0], verify[0])
-        )
+        parts = dict.fromkeys(("step", "extend_fixed", "extend_token", "verify_overhead", "kv_cache", "other"), 0.0004)
+        model = cost_model([make_cell(true_phases(verify, parts, most), most, 1.0)], BaselineStep(verify[0], verify[0]))
         for steps in (most + 1, most + 2):
             estimate = model.cost(steps)
             assert estimate is not None
@@ -368,9 +353,7 @@ class TestCost:
         curve = [0.010 + 0.002 * n for n in range(7)]
         parts = dict.fromkeys(("step", "extend_fixed", "verify_overhead", "kv_cache", "other"), 0.0003)
         parts["extend_token"] = 0.0
-        model = cost_model(
-            [make_cell(true_phases(curve, parts, 6), 6, 1.0)], BaselineStep(curve[0], curve[0])
-        )
+        model = cost_model([make_cell(true_phases(curve, parts, 6), 6, 1.0)], BaselineStep(curve[0], curve[0]))
         for steps in range(1, 7):
             estimate = model.cost(steps)
             assert estimate is not None
@@ -434,9 +417,7 @@ class TestBest:
         assert answer is not None
         assert answer.best is None
         assert answer.speedup is None
-        tokens = [
-            item.tokens_per_cycle.value for item in answer.predictions if item.tokens_per_cycle is not None
-        ]
+        tokens = [item.tokens_per_cycle.value for item in answer.predictions if item.tokens_per_cycle is not None]
         assert tokens[:3] == pytest.approx([1.5, 1.75, 1.875])
         assert [item.num_steps for item in answer.predictions if item.tokens_per_second is not None] == [3]
 
@@ -465,9 +446,7 @@ class TestBest:
 
     @property_test
     @given(st.floats(0, 5), st.floats(0.001, 0.1), st.floats(0, 0.01))
-    def test_speculation_pays_off_exactly_above_break_even(
-        self, accepted: float, step: float, gap: float
-    ) -> None:
+    def test_speculation_pays_off_exactly_above_break_even(self, accepted: float, step: float, gap: float) -> None:
         cell = make_cell(STORY_PHASES, 5, accepted, gap=gap)
         answer = what_if([cell], [], BaselineStep(step), topk=1)
         assert answer is not None
@@ -531,9 +510,7 @@ class TestComparison:
 
         def run(steps: int) -> Server:
             cell = make_cell(true_phases(curve, parts, steps), steps, sum(rates[:steps]))
-            return Server(
-                "s", cells=(cell,), positions=tuple(make_positions(rates[:steps])), config={"topk": "1"}
-            )
+            return Server("s", cells=(cell,), positions=tuple(make_positions(rates[:steps])), config={"topk": "1"})
 
         five = dataclasses.replace(run(5), configured_baseline={"1": curve[0]})
         comparisons = compare_with_runs(five, [run(steps) for steps in (1, 2, 3, 5)])

@@ -188,9 +188,7 @@ class TestSources:
             for family in rank.layout.families:
                 for values in family.series if family.metric.name == name else ():
                     value = rank.writer.values[rank.layout.slot(name, *values) or 0]
-                    labels = (
-                        rank.labels | dict(zip(family.metric.labels, values, strict=True)) | {"job": "eagle"}
-                    )
+                    labels = rank.labels | dict(zip(family.metric.labels, values, strict=True)) | {"job": "eagle"}
                     # Prometheus drops empty labels, and gives NaN where a rate had nothing to say.
                     metric = {label: text for label, text in labels.items() if text}
                     rows.append({"metric": metric, "value": [1.0, str(value)]})
@@ -307,9 +305,7 @@ class TestBaseline:
         file = tmp_path / "baseline.json"
         assert cli.main(["advise", "--registry", str(root), "--save-baseline", str(file)]) == 2
         assert "choose one with --server" in capsys.readouterr().err
-        assert (
-            cli.main(["advise", "--registry", str(root), "--save-baseline", str(file), "--server", "b"]) == 0
-        )
+        assert cli.main(["advise", "--registry", str(root), "--save-baseline", str(file), "--server", "b"]) == 0
         assert json.loads(file.read_text())["server"] == "b"
 
     @pytest.mark.parametrize(
@@ -327,9 +323,7 @@ class TestBaseline:
         assert str(file) in error
         assert message in error
 
-    def test_a_place_that_cannot_be_written_is_named(
-        self, root: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_place_that_cannot_be_written_is_named(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         Rank(root, tiers=(0,)).cycles(100, 0)
         file = root / "missing" / "baseline.json"
         assert cli.main(["advise", "--registry", str(root), "--save-baseline", str(file)]) == 2
@@ -372,9 +366,7 @@ class TestExitCodes:
         assert message in error
 
     @pytest.mark.parametrize("seconds", ["-1", "soon", "nan", "1e9"])
-    def test_an_interval_is_a_number_of_seconds(
-        self, seconds: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_an_interval_is_a_number_of_seconds(self, seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stopped:
             cli.main(["advise", f"--interval={seconds}"])
         assert stopped.value.code == 2
@@ -393,9 +385,7 @@ class TestExitCodes:
         assert cli.main(["advise", "--registry", str(root), "--server", "b"]) == 2
         assert "the source knows a" in capsys.readouterr().err
 
-    @pytest.mark.parametrize(
-        "page", ["<html>hello</html>", 'eagle_cycles_total{server="a" 3', 'a{b="c"} many']
-    )
+    @pytest.mark.parametrize("page", ["<html>hello</html>", 'eagle_cycles_total{server="a" 3', 'a{b="c"} many'])
     def test_a_page_that_is_no_exposition_is_named(
         self, page: str, serve: Serve, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -411,9 +401,7 @@ class TestExitCodes:
         assert cli.main(["advise", "--prometheus", url]) == 2
         assert "does not answer like Prometheus" in capsys.readouterr().err
 
-    def test_an_error_of_prometheus_is_passed_on(
-        self, serve: Serve, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_an_error_of_prometheus_is_passed_on(self, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
         url = serve(lambda *_: (422, json.dumps({"status": "error", "error": "too many samples"})))
         assert cli.main(["advise", "--prometheus", url]) == 2
         assert "too many samples" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -51,13 +52,13 @@ class FakeSGLang:
             owner, _, name = path.rpartition(".")
             modules[module][owner].append(f"def {name}({', '.join(['self'] * bool(owner) + list(parameters))}): ...")
         for module, owners in modules.items():
-            path = self.folder / (module.replace(".", "/") + ".py")
-            path.parent.mkdir(parents=True, exist_ok=True)
+            file = self.folder / (module.replace(".", "/") + ".py")
+            file.parent.mkdir(parents=True, exist_ok=True)
             text = "import a_module_that_is_not_there\n"
             for owner, functions in owners.items():
                 body = "\n".join(functions)
                 text += f"class {owner}:\n{textwrap.indent(body, '    ')}\n" if owner else body + "\n"
-            path.write_text(text)
+            file.write_text(text)
         for directory in {path.parent for path in self.folder.rglob("*.py")}:
             (directory / "__init__.py").touch()
         (self.folder / "sglang" / "__init__.py").write_text("raise ImportError('the doctor imports nothing')\n")
@@ -192,7 +193,7 @@ def test_whether_the_plugin_would_be_loaded(
 
 def test_the_entry_point_must_be_installed(fake: FakeSGLang, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.write()
-    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: [])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
     report = examine(root)
     assert report.status == "broken"
     assert "pip install" in text_of(report, "plugin")

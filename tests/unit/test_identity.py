@@ -58,6 +58,12 @@ def worker(**changes: Any) -> SimpleNamespace:
     )
 
 
+def test_ranks_that_are_nowhere_are_not_guessed() -> None:
+    """Two ranks that both took themselves for rank 0 would fight for one file."""
+    with pytest.raises(ValueError, match="ranks"):
+        identity.rank_of(SimpleNamespace())
+
+
 # --- arguments -------------------------------------------------------------------------------------------
 def test_an_older_sglang_has_its_arguments_resolved_in_place() -> None:
     assert identity.argument(arguments(), "tp_size") == 2
@@ -79,16 +85,27 @@ def test_a_resolved_value_wins_over_the_raw_one(resolved: dict[str, Any]) -> Non
         ({"tp_rank": 0}, True),
         ({"tp_rank": 1, "attn_tp_rank": 1}, False),
         ({"tp_rank": 4, "attn_tp_rank": 0, "dp_rank": 1}, True),  # the leader of its attention group
-        ({"attn_cp_rank": 1}, False),
-        ({"pp_rank": 0, "pp_size": 2}, False),
-        ({"pp_rank": 1, "pp_size": 2}, True),
+        ({"tp_rank": 0, "attn_cp_rank": 1}, False),
+        ({"tp_rank": 0, "pp_rank": 0, "pp_size": 2}, False),
+        ({"tp_rank": 0, "pp_rank": 1, "pp_size": 2}, True),
     ],
 )
-@pytest.mark.parametrize("newer", [False, True])
-def test_one_rank_of_a_group_counts_acceptance(facts: dict[str, int], recording: bool, newer: bool) -> None:
-    """SGLang 0.5.17 and newer keep the ranks in a parallel state, older ones on the scheduler."""
-    made = SimpleNamespace(ps=SimpleNamespace(**facts)) if newer else SimpleNamespace(**facts)
+@pytest.mark.parametrize("place", ["scheduler", "parallel state", "runtime context"])
+def test_one_rank_of_a_group_counts_acceptance(
+    facts: dict[str, int], recording: bool, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks lie on the scheduler up to 0.5.15, in its parallel state to 0.5.20, then in the runtime context."""
+    made = SimpleNamespace(**facts) if place == "scheduler" else SimpleNamespace()
+    if place == "parallel state":
+        made.ps = SimpleNamespace(**facts)
+    if place == "runtime context":
+        for name in ("sglang", "sglang.srt"):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        context = types.ModuleType("sglang.srt.runtime_context")
+        context.get_parallel = lambda: SimpleNamespace(**facts)  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, context.__name__, context)
     rank = identity.rank_of(made)
+    assert rank.tp_rank == facts["tp_rank"]
     assert rank.recording is recording
     assert rank.dp_rank == facts.get("dp_rank")
 

@@ -44,6 +44,7 @@ class Scheduler:
     def __init__(self, server_args, fail=False):
         self.server_args = server_args
         self.draft_worker = None
+        self.tp_rank = 0
         self.seen_attached = hasattr(type(self).process_batch_result, "_eagle_exporter_original")
         if fail:
             raise RuntimeError("SGLang's own")

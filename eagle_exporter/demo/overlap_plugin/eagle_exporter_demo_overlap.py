@@ -66,9 +66,7 @@ def _repair_attention_lengths() -> None:
         return backend.draft_decode_metadata[1] if backend.draft_decode_metadata is not None else None
 
     for method, lengths in (("forward_extend", verify_lengths), ("forward_decode", draft_lengths)):
-        HookRegistry.register(
-            f"{_BACKEND}.IntelAMXAttnBackend.{method}", _with_lengths(lengths), HookType.AROUND
-        )
+        HookRegistry.register(f"{_BACKEND}.IntelAMXAttnBackend.{method}", _with_lengths(lengths), HookType.AROUND)
 
 
 def _with_lengths(lengths_of: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -50,7 +50,7 @@ class State:
     profiled: ClassVar[list[dict[str, Any]]] = []
     costs: ClassVar[list[float]] = []
     mark_costs: ClassVar[dict[str, list[int]]] = {}
-    device_times: ClassVar[collections.Counter[str]] = collections.Counter()
+    device_times: ClassVar[dict[str, float]] = collections.defaultdict(float)
 
 
 def register() -> None:
@@ -186,7 +186,7 @@ def _set_mode(mode: str, session: Any, hooks: Any, scheduler: Any) -> None:
     sample_every = {"auto": None, "sparse": 1000000}.get(mode, 1)
     budget = Budget(sample_every)
     if sample_every == 1:
-        budget.spent = lambda seconds: None  # a measurement of the cost must not be ended by the fuse
+        budget.spent = lambda seconds: None  # type: ignore[method-assign]  # a measurement of the cost must not be ended by the fuse
     _watch_costs(session)
     previous = session.timer
     timer = CycleTimer(make_clock(clock), session.recorder, budget)
@@ -236,7 +236,7 @@ def _calibrate(cycles: int) -> float:
         end.record()
         end.synchronize()
         samples.append(start.elapsed_time(end) / 1e3)
-    return sorted(samples)[10]
+    return float(sorted(samples)[10])
 
 
 def _start_recording(session: Any) -> None:

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 if __name__ != "sgl_kernel":
-    raise ImportError(
-        "this folder goes on the import path of the demo's server; it is no part of eagle_exporter"
-    )
+    raise ImportError("this folder goes on the import path of the demo's server; it is no part of eagle_exporter")
 
 __version__ = "0.0.0+eagle.exporter.standin"
 
@@ -64,9 +62,7 @@ def assign_extend_cache_locs_cpu(
     """Collect the slots of positions [start, end) of each request into ``out_cache_loc``, concatenated."""
     filled = 0
     for request, start, end in _rows(req_pool_indices, start_offset, end_offset):
-        out_cache_loc[filled : filled + end - start] = req_to_token[request, start:end].to(
-            out_cache_loc.dtype
-        )
+        out_cache_loc[filled : filled + end - start] = req_to_token[request, start:end].to(out_cache_loc.dtype)
         filled += end - start
 
 
@@ -106,18 +102,14 @@ def build_draft_decode_metadata_cpu(
     return table
 
 
-def fill_bonus_tokens_cpu(
-    accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int
-) -> None:
+def fill_bonus_tokens_cpu(accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int) -> None:
     """Take the last accepted token of each request (its bonus token) out of rows of ``accept_stride``."""
     rows = torch.arange(accept_lens.numel(), dtype=torch.int64)
     last = rows * accept_stride + accept_lens.to(torch.int64) - 1
     bonus_tokens[: rows.numel()] = accept_tokens.reshape(-1)[last].to(bonus_tokens.dtype)
 
 
-def fill_accept_out_cache_loc_cpu(
-    accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor
-) -> None:
+def fill_accept_out_cache_loc_cpu(accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor) -> None:
     """Move the slots of accepted tree nodes (``accept_index``, -1 for none) to the front."""
     accepted = accept_index.reshape(-1)
     accepted = accepted[accepted >= 0].to(torch.int64)
@@ -275,9 +267,7 @@ def _attend(
     k = keys.to(queries.dtype).transpose(0, 1).repeat_interleave(groups, dim=0)
     v = values.to(queries.dtype).transpose(0, 1).repeat_interleave(groups, dim=0)
     if not logit_cap or logit_cap <= 0:
-        out = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale)[
-            0
-        ]
+        out = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale)[0]
         return out.transpose(0, 1)
     scores = logit_cap * torch.tanh(q.float() @ k.float().transpose(1, 2) * scale / logit_cap)
     if mask is not None:

@@ -13,9 +13,7 @@ import sys
 import types
 
 if __name__ != "torchvision":
-    raise ImportError(
-        "this folder goes on the import path of the demo's server; it is no part of eagle_exporter"
-    )
+    raise ImportError("this folder goes on the import path of the demo's server; it is no part of eagle_exporter")
 
 __version__ = "0.0.0+eagle.exporter.standin"
 
