@@ -324,11 +324,7 @@ def prepare_runtime() -> Path:
                 groups = [[pin.replace("==", "<=", 1) for pin in wanted]]
                 options: list[str] = []
             else:
-                large = [
-                    pin
-                    for pin in wanted
-                    if pin.split("==")[0] in ("triton", "xgrammar", "transformers", "sympy")
-                ]
+                large = [pin for pin in wanted if pin.split("==")[0] in ("triton", "xgrammar", "transformers", "sympy")]
                 groups = [large, [pin for pin in wanted if pin not in large]]
                 options = ["--no-deps"]
             for group in groups:
@@ -532,9 +528,7 @@ def unpack_debian(program: str, directory: Path, programs: dict[str, Path]) -> N
             newest = (
                 archive
                 if archive.exists()
-                else max(
-                    archives.glob(f"{name.partition('=')[0]}_*.deb"), key=lambda path: path.stat().st_mtime
-                )
+                else max(archives.glob(f"{name.partition('=')[0]}_*.deb"), key=lambda path: path.stat().st_mtime)
             )
             run(["dpkg-deb", "-x", newest, root])
             fetched += size
