@@ -57,3 +57,17 @@ print(sorted(theirs._families))
     assert done.returncode == 0, done.stderr
     ours, theirs = done.stdout.splitlines()
     assert ours == theirs
+
+
+def test_the_cost_while_switched_off_is_measured_and_printed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks.switched_off", "--calls", "50"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = dict(re.findall(r"^ +(\w[\w ]*\w) +(-?\d+)$", done.stdout, re.MULTILINE))
+    assert len(rows) == 9
+    assert int(rows["all together"]) > 0

@@ -30,6 +30,9 @@ class Planted(Exception):
 
 def register() -> None:
     """Wrap the exporter's own code, before its hooks attach."""
+    unresolved = os.environ.get("EAGLE_FAULTS_UNRESOLVED", "").split(",")
+    if unresolved != [""]:
+        _rename(unresolved)
     path = os.environ.get("EAGLE_FAULTS")
     if not path:
         return
@@ -81,3 +84,16 @@ def register() -> None:
 
     for name in ("mark", "relabel", "launch_verify"):
         boundary(name)
+
+
+def _rename(hooks: list[str]) -> None:
+    """Let the points of some hooks not exist, as in an SGLang that has renamed them."""
+    from dataclasses import replace
+
+    from eagle_exporter.hooks import plugin, points
+
+    family = points.V2
+    renamed = tuple(
+        replace(point, target=point.target + "_renamed") if point.hook in hooks else point for point in family.points
+    )
+    plugin.attach_points.__defaults__ = ((replace(family, points=renamed),),)
