@@ -20,7 +20,7 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_exporter import catalogue
+from eagle_exporter import catalogue, settings
 from eagle_exporter.analysis import baseline as baselines
 from eagle_exporter.analysis import report
 from eagle_exporter.analysis.observations import (
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from eagle_exporter.registry.reader import RegistrySnapshot
 
-DEFAULT_URL = "http://localhost:10077/metrics"
 
 EXIT_NOTHING = 1
 EXIT_WRONG = 2
@@ -68,10 +67,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "url",
         nargs="?",
         metavar="URL",
-        help=(f"an exporter's metrics (default: {DEFAULT_URL}, when no other source)"),
+        help="an exporter's metrics (default: the registry of this machine, else the exporter's own port)",
     )
     parser.add_argument("--prometheus", metavar="URL", help="a Prometheus that scrapes the exporter")
-    parser.add_argument("--registry", metavar="DIR", type=Path, help="a registry root, read directly")
+    parser.add_argument("--url", dest="url_option", metavar="URL", help="the same as URL")
+    parser.add_argument("--registry", "--dir", metavar="DIR", type=Path, help="a registry root, read directly")
     parser.add_argument("--window", metavar="DURATION", help="with --prometheus: how far back (default: 1h)")
     parser.add_argument(
         "--interval",
@@ -130,6 +130,7 @@ def _samples(args: argparse.Namespace) -> Samples:
         name
         for name, value in (
             ("URL", args.url),
+            ("--url", args.url_option),
             ("--prometheus", args.prometheus),
             ("--registry", args.registry),
         )
@@ -146,8 +147,18 @@ def _samples(args: argparse.Namespace) -> Samples:
     interval = args.interval or 0.0
     if args.registry is not None:
         return _registry(args.registry, interval)
-    url = metrics_url(args.url or DEFAULT_URL)
-    return _twice(lambda: parse_exposition(_get(url, "is the exporter running there?"), url), interval)
+    given = args.url or args.url_option
+    configured = settings.read()
+    if given is None and any(configured.directory.glob("*/*.bin")):
+        return _registry(configured.directory, interval)
+    port = configured.listen.rpartition(":")[2]
+    url = metrics_url(given or f"http://localhost:{port}")
+    return _twice(
+        lambda: parse_exposition(
+            _get(url, "is the exporter running there? Name another: eagle-exporter advise http://HOST:PORT"), url
+        ),
+        interval,
+    )
 
 
 def _twice(read: Callable[[], Samples], interval: float) -> Samples:
@@ -207,7 +218,7 @@ def _url(text: str, path: str = "") -> str:
     except ValueError:
         valid = False
     if not valid:
-        raise AdviseError(f"{text!r} is no URL; give one such as {DEFAULT_URL}")
+        raise AdviseError(f"{text!r} is no URL; give one such as http://localhost:{settings.DEFAULT_PORT}/metrics")
     return full.rstrip("/") + path if parts.path in ("", "/") else full
 
 

@@ -75,7 +75,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to the parser of ``eagle-exporter``."""
     parser = subparsers.add_parser(
         "demo",
-        help="run the real SGLang with EAGLE-3 and the exporter on this machine's CPU",
+        help="run the real SGLang with EAGLE-3 on this machine's CPU, or --replay recorded GPU cycles",
         description="Starts an unmodified SGLang server on the CPU with a tiny EAGLE-3 model pair and this "
         "exporter's plugin, sends traffic, and shows the live cycle breakdown. With --replay, cycles that were "
         "recorded on a GPU are played instead: it starts in seconds and needs no SGLang. Ctrl-C ends it.",

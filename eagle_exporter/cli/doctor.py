@@ -537,7 +537,10 @@ def _exporter(url: str, *, ranks: Sequence[RankReport]) -> list[Finding]:
     if answer is None:
         if not alive:
             return [Finding("exporter", INFO, f"{url}: {text}; it starts with the server")]
-        remedy = "see the server's log, or start eagle-exporter serve beside it"
+        remedy = (
+            "is it on another port? Then --url, or EAGLE_EXPORTER_LISTEN. Otherwise see the server's log, or start "
+            "eagle-exporter serve beside it"
+        )
         return [Finding("exporter", DEGRADED, f"{url}: {text}, while ranks are measured", remedy)]
     if answer == "":
         return [Finding("exporter", OK, f"{url} {text}")]

@@ -158,6 +158,28 @@ class TestSources:
         assert "1,000 cycles" in text
         assert "2 ranks" in text
 
+    def test_without_a_source_the_registry_of_this_machine_is_read_as_top_reads_it(
+        self, root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        Rank(root).cycles(1000)
+        assert cli.main(["advise", "--dir", str(root)]) == 0
+        named = capsys.readouterr().out
+        monkeypatch.setenv("EAGLE_EXPORTER_DIR", str(root))
+        assert cli.main(["advise"]) == 0
+        assert capsys.readouterr().out == named
+
+    def test_without_a_registry_the_exporter_is_asked_where_it_would_listen(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("EAGLE_EXPORTER_DIR", str(tmp_path / "none"))
+        monkeypatch.setenv("EAGLE_EXPORTER_LISTEN", "127.0.0.1:1")
+        assert cli.main(["advise"]) == 2
+        assert "http://localhost:1/metrics" in capsys.readouterr().err
+
+    def test_two_spellings_of_a_source_are_two_sources(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["advise", "http://localhost:1", "--url", "http://localhost:2"]) == 2
+        assert "URL and --url are two sources" in capsys.readouterr().err
+
     def test_an_exporter_gives_the_same_numbers_as_the_registry(
         self, root: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
     ) -> None:
