@@ -192,8 +192,8 @@ class CycleTimer:
 
     @property
     def waiting(self) -> bool:
-        """Whether a cycle is launched or finished but not recorded yet."""
-        return bool(self._pending)
+        """Whether a cycle whose result is there waits for the device."""
+        return bool(self._pending) and self._pending[0].acceptance is not None
 
     # --- launch ------------------------------------------------------------------------------------------
     def open(self, rows: int, num_steps: int, num_draft_tokens: int) -> CycleRecord:

@@ -668,3 +668,17 @@ def test_no_sequence_of_events_loses_a_slot_or_invents_a_cycle(
     assert bench.gaps()[0] <= bench.cycles()[0]
     phases = sum(bench.phase(phase) for phase in catalogue.PHASES)
     assert phases == pytest.approx(bench.cycles()[1], rel=1e-9, abs=1e-12)
+
+
+def test_a_cycle_waits_for_the_device_only_once_its_result_is_there(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    seen = [bench.timer.waiting]
+    record = bench.launch()
+    seen.append(bench.timer.waiting)  # a result that has not come may never come
+    bench.clock.executed = bench.clock.now - 1
+    bench.timer.complete(record, ACCEPTED)
+    seen.append(bench.timer.waiting)
+    bench.clock.executed = math.inf
+    bench.timer.drain()
+    seen.append(bench.timer.waiting)
+    assert seen == [False, False, True, False]

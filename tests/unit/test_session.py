@@ -646,6 +646,24 @@ def test_an_idle_server_lets_no_result_wait(patient: Rig) -> None:
     assert published(patient) == 1
 
 
+def test_a_result_that_never_comes_keeps_no_idle_server_busy(patient: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle scheduler may look around ten thousand times a second, and what that costs would blow the fuse."""
+    patient.engine.next_plan = plan([])
+    patient.engine.generate(patient.engine, batch())
+    patient.engine.plan(patient.engine, None)
+    patient.session._idle_poll = math.inf
+    flushes = 0
+
+    def counted() -> None:
+        nonlocal flushes
+        flushes += 1
+
+    monkeypatch.setattr(patient.session, "flush", counted)
+    for _ in range(100):
+        patient.engine.plan(patient.engine, None)
+    assert flushes == 0
+
+
 def test_switching_off_records_what_waits(patient: Rig) -> None:
     for _ in range(3):
         patient.engine.cycle(batch())
