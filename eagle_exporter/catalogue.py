@@ -9,6 +9,7 @@ Names and labels are an API: a rename keeps both names for one minor version, an
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from enum import Enum
 
@@ -26,6 +27,12 @@ VERIFY_OVERHEAD_PARTS = ("tree_build", "prepare", "sample_accept")
 BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Inclusive upper bounds of the ``batch_size`` label values; one more value holds everything above."""
 BATCH_SIZES = ("1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "65-128", "129+")
+
+
+def batch_size_label(rows: int) -> str:
+    """Return the ``batch_size`` label value for a number of rows."""
+    return BATCH_SIZES[bisect_left(BATCH_SIZE_BOUNDS, rows)]
+
 
 CONTEXT_LENGTH_BOUNDS = (1023, 2047, 4095, 8191, 16383, 32767, 65535, 131071)
 """Inclusive upper bounds, in tokens, of the ``context_length`` label values."""

@@ -140,7 +140,7 @@ def parse_baseline(text: str) -> dict[str, float]:
         size = size.strip()
         if not separator or size not in catalogue.BATCH_SIZES:
             size_number = int(size) if size.isdigit() else 0
-            size = _batch_label(size_number) if separator and size_number else ""
+            size = catalogue.batch_size_label(size_number) if separator and size_number else ""
         if not size:
             raise ValueError("wanted batch_size=seconds pairs such as 1=0.0111,8=0.0135")
         value = float(seconds)
@@ -150,12 +150,6 @@ def parse_baseline(text: str) -> dict[str, float]:
             raise ValueError(f"two values for batch size {size}")
         baseline[size] = value
     return baseline
-
-
-def _batch_label(rows: int) -> str:
-    from bisect import bisect_left
-
-    return catalogue.BATCH_SIZES[bisect_left(catalogue.BATCH_SIZE_BOUNDS, rows)]
 
 
 def _choice(*allowed: str) -> Callable[[str], str]:

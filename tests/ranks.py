@@ -135,7 +135,7 @@ class Rank:
     ) -> None:
         """Record `count` equal cycles in which every request accepts `accepted` tokens."""
         steps = self.plan.max_num_steps if num_steps is None else num_steps
-        size, tier = fmt.batch_size_label(batch_size), str(steps)
+        size, tier = catalogue.batch_size_label(batch_size), str(steps)
         drafts = count * batch_size if steps else 0
         self.add("eagle_cycles_total", count)
         self.add("eagle_batch_cycles_total", count, size, tier)

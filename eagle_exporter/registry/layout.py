@@ -198,11 +198,6 @@ class Layout:
         return json.dumps(header, separators=(",", ":")).encode()
 
 
-def batch_size_label(rows: int) -> str:
-    """Return the ``batch_size`` label value for a number of rows."""
-    return catalogue.BATCH_SIZES[bisect_left(catalogue.BATCH_SIZE_BOUNDS, rows)]
-
-
 def context_length_index(tokens: int) -> int:
     """Return the index into `catalogue.CONTEXT_LENGTHS` for a context of so many tokens."""
     return bisect_left(catalogue.CONTEXT_LENGTH_BOUNDS, tokens)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from eagle_exporter import catalogue
-from eagle_exporter.registry.layout import batch_size_label, context_length_index
+from eagle_exporter.registry.layout import context_length_index
 
 if TYPE_CHECKING:
     from eagle_exporter.registry.layout import Layout
@@ -255,7 +255,7 @@ class RankRecorder:
         return slots
 
     def _make_batch_slots(self, rows: int, num_steps: int) -> _BatchSlots:
-        size, tier = batch_size_label(rows), str(num_steps)
+        size, tier = catalogue.batch_size_label(rows), str(num_steps)
         if tier not in self.layout.plan.tier_labels:
             tier = catalogue.OTHER_NUM_STEPS
         slots = _BatchSlots()

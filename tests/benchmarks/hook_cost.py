@@ -20,7 +20,7 @@ from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
 from eagle_exporter import catalogue
-from eagle_exporter.registry.layout import Layout, batch_size_label, context_length_index
+from eagle_exporter.registry.layout import Layout, context_length_index
 from eagle_exporter.registry.writer import RankWriter
 from eagle_exporter.timing import cycle as kinds
 from eagle_exporter.timing.budget import Budget
@@ -123,7 +123,7 @@ class Multiprocess:
     def cycle(self, batch_size: int) -> Cycle:
         """Return a function that observes one cycle."""
         acceptance = acceptance_of(batch_size)
-        batch = {"batch_size": batch_size_label(batch_size), "num_steps": str(NUM_STEPS)}
+        batch = {"batch_size": catalogue.batch_size_label(batch_size), "num_steps": str(NUM_STEPS)}
         seconds = [0.001 * (index + 1) for index in range(len(catalogue.PHASES))]
         child = self.child
         phases = [child("eagle_phase_duration_seconds", phase=phase) for phase in catalogue.PHASES]

@@ -764,9 +764,9 @@ def test_the_band_follows_the_drift(stack: Stack) -> None:
 
 def test_live_traffic_covers_every_batch_size_and_context() -> None:
     """What `test_every_query_returns_data` rests on."""
-    from eagle_exporter.registry.layout import batch_size_label, context_length_index
+    from eagle_exporter.registry.layout import context_length_index
 
-    assert [batch_size_label(rows) for rows in ROWS] == list(catalogue.BATCH_SIZES)
+    assert [catalogue.batch_size_label(rows) for rows in ROWS] == list(catalogue.BATCH_SIZES)
     assert [context_length_index(context) for context in CONTEXTS] == list(range(len(catalogue.CONTEXT_LENGTHS)))
 
 

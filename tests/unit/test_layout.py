@@ -13,7 +13,6 @@ from eagle_exporter import catalogue
 from eagle_exporter.catalogue import Kind
 from eagle_exporter.registry.layout import (
     Layout,
-    batch_size_label,
     context_length_index,
     directory_name,
     file_name,
@@ -59,7 +58,7 @@ def test_file_names_tell_ranks_apart() -> None:
 
 @given(st.integers(1, 100_000))
 def test_a_batch_size_lies_in_the_range_of_its_label(rows: int) -> None:
-    label = batch_size_label(rows)
+    label = catalogue.batch_size_label(rows)
     low, _, high = label.rstrip("+").partition("-")
     assert int(low) <= rows
     assert rows <= int(high or (10**9 if label.endswith("+") else low))
