@@ -61,6 +61,12 @@ class RowsBefore:
                     total += after - before
         return total
 
+    def all_ended(self) -> bool:
+        """Return whether SGLang has ended every request of the batch that was live before."""
+        return any(self.live) and not any(
+            alive and request.finished_reason is None for request, alive in zip(self.requests, self.live, strict=True)
+        )
+
     def acceptance(self, result: Any, *, drafted: bool = True) -> Acceptance:
         """Return what was accepted, after SGLang has put the accept lengths of `result` on the host.
 

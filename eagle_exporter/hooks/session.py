@@ -561,7 +561,8 @@ class Session:
             else:
                 self._results.append((record, rows.acceptance(result, drafted=not self.plain_decode)))
         self._spent_ns += perf_counter_ns() - begin + spent_ns
-        if len(self._results) >= self._flush_results or begin > self._flush_at_ns:
+        # After the last answer of an offline script nothing more may run here: its Engine kills the scheduler.
+        if len(self._results) >= self._flush_results or begin > self._flush_at_ns or rows.all_ended():
             self.flush()
 
     def flush(self) -> None:

@@ -7,7 +7,8 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from eagle_exporter.demo import answers
@@ -39,8 +40,18 @@ def test_a_server_without_speculation_is_not_touched(models: Path, sglang_python
 
 
 # --- offline engines ---------------------------------------------------------------------------------------
-def offline(models: Path, python: str, directory: Path, **variables: str) -> tuple[list[list[int]], bool]:
-    """Run an offline engine; return its tokens and whether an exporter listened meanwhile."""
+def offline(
+    models: Path, python: str, directory: Path, *, served: Callable[[], bool] = lambda: True, **variables: str
+) -> tuple[list[list[int]], bool]:
+    """Run an offline engine; return its tokens and whether an exporter listened meanwhile.
+
+    Args:
+        models: The pair.
+        python: SGLang's interpreter.
+        directory: Of the log and the registry.
+        served: Waited for before the engine is shut down, which kills its scheduler wherever that is.
+        variables: For the environment.
+    """
     port = free_port()
     clean = {
         name: value
@@ -74,6 +85,9 @@ def offline(models: Path, python: str, directory: Path, **variables: str) -> tup
         try:
             line = next((line for line in process.stdout if line.startswith("ANSWERS ")), None)
             assert line is not None, (directory / "engine.log").read_text()[-4000:]
+            deadline = time.monotonic() + 15
+            while not served() and time.monotonic() < deadline:
+                time.sleep(0.05)
             return json.loads(line.removeprefix("ANSWERS ")), is_listening(port)
         finally:
             with contextlib.suppress(BrokenPipeError):
@@ -90,10 +104,17 @@ def test_an_offline_engine_is_not_touched(models: Path, sglang_python: str, tmp_
 
 
 def test_an_offline_engine_is_measured_when_it_is_asked_for(models: Path, sglang_python: str, tmp_path: Path) -> None:
-    tokens, _ = offline(models, sglang_python, tmp_path, EAGLE_EXPORTER_ENABLED="1", EAGLE_EXPORTER_EMBED="0")
+    expected = expect(TOGETHER, Configuration())
+
+    def counted() -> bool:
+        (rank,) = RegistryReader(tmp_path / "registry").read().ranks
+        return rank.value("eagle_drafts_total") == expected.drafts
+
+    tokens, _ = offline(
+        models, sglang_python, tmp_path, served=counted, EAGLE_EXPORTER_ENABLED="1", EAGLE_EXPORTER_EMBED="0"
+    )
     assert tokens == TOKENS
     (rank,) = RegistryReader(tmp_path / "registry").read().ranks
-    expected = expect(TOGETHER, Configuration())
     assert rank.labels["server"].endswith(":engine")
     assert rank.value("eagle_drafts_total") == expected.drafts
     assert rank.value("eagle_accepted_tokens_total") == expected.accepted

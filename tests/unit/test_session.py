@@ -53,6 +53,7 @@ class Engine:
     Attributes:
         calls: Names of SGLang's own functions, in the order they ran.
         raising: Function of SGLang that raises.
+        ending: Ids of the requests that end with the next result.
     """
 
     SECONDS: ClassVar[dict[str, float]] = {
@@ -75,6 +76,7 @@ class Engine:
         self.clock = clock
         self.calls: list[str] = []
         self.raising = ""
+        self.ending: set[str] = set()
         self.speculative_num_steps = num_steps
         self.speculative_num_draft_tokens = num_steps + 1
         self.topk = topk
@@ -158,6 +160,8 @@ class Engine:
         for request in batch.reqs:
             if request.finished_reason is None:
                 request.output_ids += [1, 1, 1]
+                if request.rid in self.ending:
+                    request.finished_reason = "length"
         return "processed"
 
     def _plan(self, running: Any) -> Any:
@@ -632,6 +636,17 @@ def test_results_are_recorded_when_their_time_has_come(patient: Rig) -> None:
     assert published(patient) == 0
     patient.session._flush_at_ns = 0
     patient.engine.cycle(batch())
+    assert published(patient) == 2
+
+
+def test_the_last_answer_of_a_batch_lets_no_result_wait(patient: Rig) -> None:
+    """An offline script's Engine kills its scheduler as soon as it has its answers."""
+    requests = [Request(rid="first"), Request(rid="second")]
+    patient.engine.ending = {"first"}
+    patient.engine.cycle(batch(*requests))
+    assert published(patient) == 0
+    patient.engine.ending = {"second"}
+    patient.engine.cycle(batch(*requests))
     assert published(patient) == 2
 
 
