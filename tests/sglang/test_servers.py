@@ -126,6 +126,7 @@ def stored(store: Prometheus, expression: str) -> float:
     return sum(float(series["value"][1]) for series in store.query(expression))
 
 
+@pytest.mark.timeout(5 * 3600 if soak() else 900)
 def test_random_kills_invent_nothing_and_leave_nothing(
     models: Path, sglang_python: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
