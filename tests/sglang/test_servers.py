@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,10 +14,10 @@ import pytest
 from eagle_exporter.demo.sglang_server import SGLangServer, free_port
 from eagle_exporter.registry.reader import RegistryReader
 from tests.prometheus.servers import Prometheus, prometheus
-from tests.service.exporter import wait_for
+from tests.service.exporter import Exporter, wait_for
 from tests.sglang import processes
 from tests.sglang.measured import start
-from tests.sglang.page import COUNT, TREE, answer_is_right, reachable, scrape, value
+from tests.sglang.page import COUNT, PROMPT, TREE, answer_is_right, reachable, samples, scrape, value
 from tests.tools import soak
 
 
@@ -130,43 +133,80 @@ def stored(store: Prometheus, expression: str) -> float:
 def test_random_kills_invent_nothing_and_leave_nothing(
     models: Path, sglang_python: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    """SIGKILL of scheduler, exporter or main process at random moments, while a real Prometheus scrapes."""
+    """SIGKILL of scheduler, exporter or main process at random moments, while a real Prometheus scrapes.
+
+    The server starts anew only after a kill that it cannot survive; a killed exporter is started alone, and the next
+    server's own one waits behind it.
+    """
     directory = tmp_path_factory.mktemp("kills")
     registry, port = directory / "registry", free_port()
     rng = random.Random(20)
-    rounds = 200 if soak() else 3
-    answered = 0
-    roles: dict[str, int] = {}
+    roles = ["exporter", "scheduler", "main"] if not soak() else rng.choices(("scheduler", "exporter", "main"), k=200)
+    served = starts = 0
+    server: SGLangServer | None = None
+    alone: Exporter | None = None
     with prometheus(tmp_path / "prometheus", scraping(port)) as store:
-        for number in range(rounds):
-            role = (
-                ("scheduler", "exporter", "main")[number % 3]
-                if rounds == 3
-                else rng.choice(("scheduler", "exporter", "main"))
-            )
-            server = on_node(models, sglang_python, directory, port, "killed")
-            server.start()
-            try:
-                for _ in range(rng.randint(1, 4)):
+        try:
+            for number, role in enumerate(roles):
+                if server is None:
+                    server = on_node(models, sglang_python, directory, port, "killed")
+                    server.start()
+                    starts += 1
+                for _ in range(rng.randint(1, 3)):
                     assert answer_is_right(server)
-                    answered += COUNT
-                time.sleep(rng.random())
+                    served += COUNT
+                request = None
+                if rng.random() < 0.5:  # in the middle of a request, which may have been served to its end
+                    request = threading.Thread(target=answer_or_not, args=(server,))
+                    request.start()
+                    served += COUNT
+                time.sleep(rng.random() * (0.2 if request else 1.0))
                 victims = processes.of_server(registry)[role]
                 assert victims, f"no {role} to kill"
                 for pid in victims:
                     processes.kill(pid)
-                roles[role] = roles.get(role, 0) + 1
+                if request is not None:
+                    request.join(60)
+                    assert not request.is_alive(), "a request outlived its server"
                 if role == "exporter":
                     assert answer_is_right(server)  # the server does not need it
-                    answered += COUNT
+                    served += COUNT
+                    if alone is not None:
+                        alone.close()
+                    alone = Exporter(registry, port=port, variables={"EAGLE_EXPORTER_DIR": str(registry)})
                 else:
-                    wait_for(lambda: not processes.of_server(registry)["exporter"], 30, "the exporter ending")
-            finally:
+                    server.stop()
+                    server = None
+                    left = {alone.process.pid} if alone is not None else set()
+                    wait_for(partial(only_run, registry, left), 60, "every process of the server ending")
+                assert len(list(registry.rglob("*.bin"))) <= 1
+                if soak():
+                    print(f"{number + 1}: {role} killed, {served} tokens", flush=True)
+            assert samples(scrape(port)) if alone is not None else True
+        finally:
+            if server is not None:
                 server.stop()
-            wait_for(lambda: not any(processes.of_server(registry).values()), 30, "every process ending")
-            assert len(list(registry.rglob("*.bin"))) <= 1
+            if alone is not None:
+                alone.close()
+        wait_for(lambda: not running(registry), 60, "every process ending")
         increase = stored(store, 'increase(eagle_output_tokens_total{server="killed"}[6h])')
-        assert increase <= answered * 1.05
+        assert 0 < increase <= served * 1.05
         assert stored(store, "count(scrape_samples_post_metric_relabeling == 0 and up == 1)") == 0
-    print(f"\n{rounds} kills ({roles}): {answered} tokens served, increase() {increase:.0f}")
-    assert sum(roles.values()) == rounds
+    counts = {role: roles.count(role) for role in ("scheduler", "exporter", "main")}
+    print(f"\n{len(roles)} kills ({counts}), {starts} starts: {served} tokens asked for, increase() {increase:.0f}")
+
+
+def answer_or_not(server: SGLangServer) -> None:
+    """Send a request that may be cut off."""
+    with contextlib.suppress(Exception):
+        server.generate([PROMPT], COUNT)
+
+
+def only_run(registry: Path, pids: set[int]) -> bool:
+    """Return whether these are the only processes of the servers of a registry."""
+    return running(registry) == pids
+
+
+def running(registry: Path) -> set[int]:
+    """Return the pids of all processes that belong to the servers of a registry."""
+    return {pid for pids in processes.of_server(registry).values() for pid in pids}
