@@ -8,7 +8,9 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 # The version the demo runs and those the tests run.
 SGLANG ?= 0.5.20
-SGLANG_TESTED ?= 0.5.16 0.5.18 0.5.20 0.5.23
+SGLANG_TESTED ?= 0.5.6 0.5.10 0.5.12 0.5.16 0.5.18 0.5.20 0.5.23
+# Those that only make soak runs.
+SGLANG_SOAKED ?= 0.5.9 0.5.11
 
 ENVIRONMENT := $(PYTHON) .ci/environment.py
 DEV := .venvs/dev/bin
@@ -34,7 +36,7 @@ demo: python
 	@.venvs/sglang-$(SGLANG)/bin/python -m eagle_exporter demo $(if $(DURATION),--duration $(DURATION)) $(DEMO_ARGS)
 
 environment-test: python
-	@$(ENVIRONMENT) --require dev prometheus alertmanager chromium $(addprefix sglang==,$(SGLANG_TESTED))
+	@$(ENVIRONMENT) --require dev wheels prometheus alertmanager chromium curl docker-compose systemd $(addprefix sglang==,$(SGLANG_TESTED))
 
 lint: python
 	@$(ENVIRONMENT) dev
@@ -43,9 +45,10 @@ lint: python
 	$(DEV)/mypy
 
 test: environment-test lint
-	$(DEV)/pytest $(PYTEST_ARGS)
+	$(DEV)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 soak: environment-test lint
+	@$(ENVIRONMENT) --require victoria-metrics $(addprefix sglang==,$(SGLANG_SOAKED))
 	EAGLE_EXPORTER_SOAK=1 $(DEV)/pytest $(PYTEST_ARGS)
 
 clean:

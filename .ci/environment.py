@@ -5,6 +5,7 @@ Large things go into a cache outside the checkout and are shared by all checkout
 
   <cache>/runtime-py3.11-<hash>/   virtual environment with the CPU build of torch and SGLang's dependencies
   <cache>/sglang-0.5.20/           SGLang itself, one folder per version
+  <cache>/wheels/                  SGLang's wheels as they are, one per version, for tests that read their source
   <cache>/debian/prometheus/       Debian packages, unpacked (apt-get download, dpkg-deb -x, no install)
 
 Small things go into the checkout: .venvs/dev (the exporter and its test tools), .venvs/sglang-0.5.20 (SGLang
@@ -43,6 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENVS = ROOT / ".venvs"
 CPU_STANDINS = ROOT / "eagle_exporter" / "demo" / "cpu_standins"
 RUNTIME_PINS = ROOT / ".ci" / "requirements" / "sglang-runtime.txt"
+WHEEL_PINS = ROOT / ".ci" / "requirements" / "sglang-wheels.txt"
 TORCH = "torch==2.13.0"
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 DEFAULT_SGLANG = "0.5.20"
@@ -52,18 +54,36 @@ PYTHON_TAG = f"py{sys.version_info.major}.{sys.version_info.minor}"
 DEBIAN_PROGRAMS = {
     "prometheus": {"prometheus": "usr/bin/prometheus", "promtool": "usr/bin/promtool"},
     "alertmanager": {"alertmanager": "usr/bin/prometheus-alertmanager", "amtool": "usr/bin/amtool"},
-    "chromium": {"chromium": "chromium"},
+    "chromium": {"chromium": "usr/lib/chromium/chromium"},
+    "curl": {"curl": "usr/bin/curl"},
+    "docker-compose": {"docker-compose": "usr/bin/docker-compose"},
+    "victoria-metrics": {"victoria-metrics": "usr/bin/victoria-metrics"},
+    "systemd": {
+        "systemd-analyze": "usr/bin/systemd-analyze",
+        "systemd-sysusers": "usr/bin/systemd-sysusers",
+        "systemd-tmpfiles": "usr/bin/systemd-tmpfiles",
+    },
 }
+LAUNCHED = ("chromium", "curl", "docker-compose", "systemd")
+"""Programs that look for their own files in /usr, and are started by a script that shows them where those are."""
 DEBIAN_PACKAGES = {
     "prometheus": ["prometheus"],
     "alertmanager": ["prometheus-alertmanager"],
     # A machine without any font renders pages without text.
     "chromium": ["chromium", "fonts-dejavu-core"],
+    "curl": ["curl"],
+    "docker-compose": ["docker-compose"],
+    "systemd": ["systemd"],
+    "victoria-metrics": ["victoria-metrics"],
 }
 DOWNLOAD_HINT = {
     "prometheus": "https://prometheus.io/download/#prometheus",
     "alertmanager": "https://prometheus.io/download/#alertmanager",
     "chromium": "https://www.chromium.org/getting-involved/download-chromium/",
+    "curl": "https://curl.se/download.html",
+    "docker-compose": "https://docs.docker.com/compose/install/standalone/",
+    "victoria-metrics": "https://docs.victoriametrics.com/",
+    "systemd": "the distribution's packages (systemd-analyze, systemd-sysusers, systemd-tmpfiles)",
 }
 
 
@@ -432,6 +452,48 @@ def prepare_dev() -> Path:
     return python
 
 
+# SGLang's wheels, to be read
+
+
+def prepare_wheels() -> dict[str, str]:
+    """Version -> wheel, for every line of WHEEL_PINS; downloads what is missing."""
+    directory = cache_root() / "wheels"
+    lines = [line.strip() for line in WHEEL_PINS.read_text().splitlines()]
+    pinned = {line.split()[0].partition("==")[2]: line for line in lines if line and not line.startswith("#")}
+
+    def there() -> dict[str, Path]:
+        return {version: path for version in pinned for path in directory.glob(f"sglang-{version}-*.whl")}
+
+    if len(there()) < len(pinned):
+        python = prepare_dev()
+        with locked("wheels"):
+            missing = [version for version in pinned if version not in there()]
+            with step(f"wheels of {len(missing)} versions of SGLang, 4 to 40 MB each: {directory}"):
+                for version in missing:
+                    path = download_wheel(python, pinned[version], directory)
+                    say(f"    {path.name}  {local_size(str(path))}")
+    found = {version: str(path) for version, path in there().items()}
+    remember("wheels", found)
+    return found
+
+
+def download_wheel(python: Path, pin: str, directory: Path) -> Path:
+    """One wheel, whatever this machine is: they are built for one platform, and only their text is wanted."""
+    partial = directory / "partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    requirements = partial / "requirements.txt"
+    requirements.write_text(f"{pin}\n")
+    tags = ["--python-version", "3.11", "--implementation", "cp", "--abi", "cp311", "--abi", "none"]
+    tags += ["--platform", "manylinux_2_34_x86_64"]
+    options = ["--no-input", "--disable-pip-version-check", "download", "--no-deps", "--only-binary", ":all:"]
+    run([python, "-m", "pip", *options, *tags, "--require-hashes", "--dest", partial, "-r", requirements])
+    (wheel,) = partial.glob("*.whl")
+    final = wheel.rename(directory / wheel.name)
+    shutil.rmtree(partial)
+    return final
+
+
 # Debian packages, unpacked
 
 
@@ -475,14 +537,19 @@ def prepare_debian(program: str) -> dict[str, str] | None:
     """Paths of the programs; None where this machine has no apt or no such package."""
     directory = cache_root() / "debian" / program
     stamp = directory / "complete.json"
-    programs = {name: directory / "root" / path for name, path in DEBIAN_PROGRAMS[program].items()}
-    if program == "chromium":
-        programs = {"chromium": directory / "chromium"}
-    if not (stamp.exists() and all(path.exists() for path in programs.values())):
+    programs = {
+        name: directory / name if program in LAUNCHED else directory / "root" / path
+        for name, path in DEBIAN_PROGRAMS[program].items()
+    }
+
+    def there() -> bool:
+        return stamp.exists() and all(path.exists() for path in programs.values())
+
+    if not there():
         if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
             return None
         with locked(f"debian-{program}"):
-            if not stamp.exists():
+            if not there():
                 unpack_debian(program, directory, programs)
     result = {name: str(path) for name, path in programs.items()}
     for name, path in result.items():
@@ -537,8 +604,8 @@ def unpack_debian(program: str, directory: Path, programs: dict[str, Path]) -> N
         shutil.rmtree(final, ignore_errors=True)
         root.rename(final)
         relink(final)
-        if program == "chromium":
-            write_chromium_launcher(directory)
+        if program in LAUNCHED:
+            write_launchers(program, directory)
         for path in programs.values():
             version = run([path, "--version"]).splitlines()[0]
             say(f"    {version}")
@@ -558,24 +625,41 @@ def relink(root: Path) -> None:
                     path.symlink_to(os.path.relpath(root / target.lstrip("/"), folder))
 
 
-def write_chromium_launcher(directory: Path) -> None:
+def write_launchers(program: str, directory: Path) -> None:
     root = directory / "root"
-    libraries = sorted({str(path.parent) for path in root.rglob("*.so*") if path.is_file()}, key=len)
-    launcher = directory / "chromium"
-    # The packages' own start script expects them in /usr; fonts come from the machine and from the package.
-    fonts = directory / "fonts.conf"
-    fonts.write_text(
-        '<?xml version="1.0"?>\n<!DOCTYPE fontconfig SYSTEM "fonts.dtd">\n<fontconfig>\n'
-        f"<dir>{root}/usr/share/fonts</dir><dir>/usr/share/fonts</dir>\n"
-        f"<cachedir>{directory}/font-cache</cachedir>\n</fontconfig>\n"
-    )
-    launcher.write_text(
-        "#!/bin/sh\n"
-        f'export LD_LIBRARY_PATH="{":".join(libraries)}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"\n'
-        f'export FONTCONFIG_FILE="{fonts}"\n'
-        f'exec "{root}/usr/lib/chromium/chromium" "$@"\n'
-    )
-    launcher.chmod(0o755)
+    shared = (path for path in root.rglob("*.so*") if re.search(r"\.so(\.[\d.]+)?$", path.name) and path.is_file())
+    libraries = ":".join(sorted({str(path.parent) for path in shared}, key=len))
+    variables = {"LD_LIBRARY_PATH": f"{libraries}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"}
+    if program == "chromium":
+        # Fonts come from the machine and from the package.
+        fonts = directory / "fonts.conf"
+        fonts.write_text(
+            '<?xml version="1.0"?>\n<!DOCTYPE fontconfig SYSTEM "fonts.dtd">\n<fontconfig>\n'
+            f"<dir>{root}/usr/share/fonts</dir><dir>/usr/share/fonts</dir>\n"
+            f"<cachedir>{directory}/font-cache</cachedir>\n</fontconfig>\n"
+        )
+        variables["FONTCONFIG_FILE"] = str(fonts)
+    elif program == "docker-compose":
+        variables["PYTHONPATH"] = f"{root}/usr/lib/python3/dist-packages"
+    elif program == "systemd":
+        # The units that others depend on (sysinit.target and so on), the package's own on every machine.
+        units = next(path for path in (root / "lib/systemd/system", root / "usr/lib/systemd/system") if path.is_dir())
+        variables["SYSTEMD_UNIT_PATH"] = str(units)
+    for name, path in DEBIAN_PROGRAMS[program].items():
+        launcher = directory / name
+        # Before Debian 13 packages still have files for /bin, which is a link where they are installed.
+        installed = root / path if (root / path).exists() else root / path.removeprefix("usr/")
+        command = f'"{installed}"'
+        if installed.read_bytes().startswith(b"#!/usr/bin/python3"):
+            # Debian's, for which its modules are built: the machine's, or unpacked where it was not installed.
+            python = next(python for python in (root / "usr/bin/python3", Path("/usr/bin/python3")) if python.exists())
+            command = f'"{python}" -W ignore {command}'
+        launcher.write_text(
+            "#!/bin/sh\n"
+            + "".join(f'export {variable}="{value}"\n' for variable, value in variables.items())
+            + f'exec {command} "$@"\n'
+        )
+        launcher.chmod(0o755)
 
 
 # Where things are
@@ -608,7 +692,8 @@ def main() -> int:
         "what",
         nargs="+",
         metavar="WHAT",
-        help=f"dev, sglang (= sglang=={DEFAULT_SGLANG}), sglang==VERSION, prometheus, alertmanager, chromium",
+        help=f"dev, wheels, sglang (= sglang=={DEFAULT_SGLANG}), sglang==VERSION, prometheus, alertmanager, "
+        "chromium, curl, docker-compose, systemd, victoria-metrics",
     )
     parser.add_argument(
         "--require",
@@ -622,6 +707,8 @@ def main() -> int:
             name, _, version = what.partition("==")
             if name == "dev" and not version:
                 prepare_dev()
+            elif name == "wheels" and not version:
+                prepare_wheels()
             elif name == "sglang":
                 prepare_sglang(version or DEFAULT_SGLANG)
             elif name in DEBIAN_PACKAGES and not version:
@@ -639,7 +726,8 @@ def main() -> int:
 
 
 def prepare_optional(name: str, *, required: bool) -> None:
-    installed = shutil.which(DEBIAN_PACKAGES[name][0]) or shutil.which(name)
+    names = (DEBIAN_PACKAGES[name][0], name, next(iter(DEBIAN_PROGRAMS[name])))
+    installed = next((found for found in map(shutil.which, names) if found), None)
     try:
         if prepare_debian(name) is not None:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +31,9 @@ def find_tool(name: str) -> Path:
         known = json.loads(paths.read_text()).get(name)
         if known and Path(known).is_file():
             return Path(known)
+    beside = Path(sys.executable).with_name(name)
+    if beside.is_file():
+        return beside
     cache = Path(os.environ.get("EAGLE_EXPORTER_CACHE") or "~/.cache/eagle-exporter").expanduser()
     for package in sorted(cache.glob("debian/*")):
         for candidate in (package / name, package / "root" / "usr" / "bin" / name):
@@ -42,22 +45,7 @@ def find_tool(name: str) -> Path:
     return Path(found)
 
 
-def fetch_debian(package: str, program: str) -> Path:
-    """Return a program of a Debian package, unpacked into the cache when it is not there yet.
-
-    Nothing is installed and no root is needed.
-    """
-    cache = Path(os.environ.get("EAGLE_EXPORTER_CACHE") or "~/.cache/eagle-exporter").expanduser()
-    folder = cache / "debian" / package
-    found = folder / "root" / program
-    if not found.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["apt-get", "download", package], cwd=folder, check=True)
-        (archive,) = folder.glob(f"{package}_*.deb")
-        subprocess.run(["dpkg-deb", "-x", archive, folder / "root"], check=True)
-        archive.unlink()
-    return found
-
-
 def _group(name: str) -> str:
-    return {"promtool": "prometheus", "amtool": "alertmanager"}.get(name, name)
+    if name.startswith("systemd-"):
+        return "systemd"
+    return {"promtool": "prometheus", "amtool": "alertmanager", "kubectl": "dev"}.get(name, name)
