@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 import platform
+import shutil
 import struct
 import threading
 import time
@@ -40,7 +41,8 @@ def server_directory(root: Path, server: str, *, group: str | None = None) -> Pa
         group: Group that may read, by name or number; the process's own group when None.
 
     Raises:
-        RegistryError: The root is no directory, or the directory cannot be created or handed to the group.
+        RegistryError: The root is no directory, the directory cannot be created or handed to the group, or one that is
+            there is not for this user (`problem_of`).
     """
     path = root / fmt.directory_name(server)
     try:
@@ -51,18 +53,55 @@ def server_directory(root: Path, server: str, *, group: str | None = None) -> Pa
             path.mkdir(mode=0o750, exist_ok=True)
             _give_to_group(path, group, 0o2750)
     except FileExistsError as error:
-        raise RegistryError(f"{root} is not a directory; set EAGLE_EXPORTER_DIR to one") from error
+        wrong = path if root.is_dir() else root
+        raise RegistryError(f"{wrong} is not a directory; set EAGLE_EXPORTER_DIR to one") from error
     except OSError as error:
-        raise RegistryError(
-            f"cannot create the registry directory {path}: {error.strerror}; "
-            "set EAGLE_EXPORTER_DIR to a writable directory"
-        ) from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise RegistryError(
-            f"no permission to write into {path} (it belongs to uid {path.stat().st_uid}); "
-            "set EAGLE_EXPORTER_DIR to a directory of this user, or EAGLE_EXPORTER_SERVER to another name"
-        )
+        raise RegistryError(_cannot_create(path, error.strerror)) from error
+    problem = _problem_of_directory(path)
+    if problem:
+        raise RegistryError(problem)
     return path
+
+
+def problem_of(root: Path, server: str) -> str:
+    """Return why a server of this user could not use its directory, "" when it could. Nothing is created.
+
+    Args:
+        root: The registry root, there or not.
+        server: The server's name.
+    """
+    path = root / fmt.directory_name(server)
+    if os.path.lexists(path):
+        return _problem_of_directory(path)
+    existing = next(folder for folder in path.parents if os.path.lexists(folder))
+    if not os.path.isdir(existing):
+        return f"{existing} is not a directory; set EAGLE_EXPORTER_DIR to one"
+    why = _why_not_writable(existing)
+    return _cannot_create(path, why) if why else ""
+
+
+def _cannot_create(path: Path, why: str | None) -> str:
+    return f"cannot create the registry directory {path}: {why}; set EAGLE_EXPORTER_DIR to a writable directory"
+
+
+def _problem_of_directory(path: Path) -> str:
+    remedy = "set EAGLE_EXPORTER_DIR to a directory of this user, or EAGLE_EXPORTER_SERVER to another name"
+    if not os.path.isdir(path):
+        return f"{path} is not a directory; set EAGLE_EXPORTER_DIR to one"
+    why = _why_not_writable(path)
+    if why:
+        return f"cannot write into {path}, which belongs to uid {path.stat().st_uid}: {why}; {remedy}"
+    # Whoever owns it, or the link in its place, chooses which files the next start removes, and what is measured.
+    owners = {path.lstat().st_uid, path.stat().st_uid} - {0, os.geteuid()}
+    if owners:
+        return f"{path} belongs to uid {min(owners)}, and this is uid {os.geteuid()}; remove it, {remedy}"
+    return ""
+
+
+def _why_not_writable(directory: Path) -> str:
+    if os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+        return ""
+    return os.strerror(errno.EROFS if os.statvfs(directory).f_flag & os.ST_RDONLY else errno.EACCES)
 
 
 def clear_stale_files(directory: Path) -> None:
@@ -93,6 +132,7 @@ def _clear(directory: Path) -> None:
         path.unlink(missing_ok=True)
     # A restarted server measures: "off" was said to the one that is gone.
     (directory / fmt.CONTROL_FILE).unlink(missing_ok=True)
+    shutil.rmtree(directory / fmt.CAPTURES_DIRECTORY, ignore_errors=True)
 
 
 def is_held(path: Path) -> bool:
@@ -197,7 +237,7 @@ def _create(
         # On a full tmpfs a sparse mapping would be killed by SIGBUS at the first write; allocating asks beforehand.
         os.posix_fallocate(descriptor, 0, size)
         os.fchmod(descriptor, 0o640)
-        _give_to_group(temporary, group, 0o640)
+        _give_to_group(descriptor, group, 0o640, temporary)
         prefix = fmt.HEADER.pack(
             fmt.MAGIC, fmt.MAJOR_VERSION, fmt.MINOR_VERSION, len(text), offset, layout.slots, 0, time.time_ns()
         )
@@ -206,10 +246,12 @@ def _create(
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         mapped = mmap.mmap(descriptor, size)
         temporary.rename(path)
-    except OSError as error:
+    except (OSError, RegistryError) as error:
         if descriptor >= 0:
             os.close(descriptor)
         temporary.unlink(missing_ok=True)
+        if isinstance(error, RegistryError):
+            raise
         remedy = (
             "free space there (docker: --shm-size) or set EAGLE_EXPORTER_DIR to another file system"
             if error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -219,17 +261,18 @@ def _create(
     return descriptor, mapped
 
 
-def _give_to_group(path: Path, group: str | None, mode: int) -> None:
+def _give_to_group(target: Path | int, group: str | None, mode: int, name: Path | None = None) -> None:
+    """Hand a path, or a descriptor with the name it has in messages, to a group."""
     if group:
         try:
             gid = int(group) if group.isdigit() else _group_id(group)
-            os.chown(path, -1, gid)
+            os.chown(target, -1, gid)
         except (KeyError, PermissionError) as error:
             raise RegistryError(
-                f"EAGLE_EXPORTER_GROUP={group}: cannot give {path} to this group ({error}); "
+                f"EAGLE_EXPORTER_GROUP={group}: cannot give {name or target} to this group ({error}); "
                 "name a group that exists and that this user is in"
             ) from error
-    path.chmod(mode)
+    os.chmod(target, mode)
 
 
 def _group_id(name: str) -> int:

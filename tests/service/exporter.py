@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eagle_exporter.demo.sglang_server import free_port
+
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Mapping
@@ -31,13 +33,6 @@ user = int(sys.argv.pop(1))
 os.setgroups([]); os.setgid(user); os.setuid(user)
 sys.exit(eagle_exporter.cli.main())
 """
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 15, what: str = "the condition") -> None:

@@ -18,6 +18,7 @@ from tests.folders import open_folder
 from tests.ranks import RankProcess, write_ended
 from tests.service.exporter import Exporter
 from tests.tools import soak
+from tests.users import NOBODY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 CORRUPTIONS = 2000 if soak() else 100
 IDLE_CONNECTIONS = 10_000 if soak() else 1500
 SLOW_CONNECTIONS = 1000 if soak() else 200
-NOBODY = 65534
 
 
 def truncate(path: Path, chance: random.Random) -> None:

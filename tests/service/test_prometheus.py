@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from eagle_exporter.demo.sglang_server import free_port
 from tests.certificates import Authority
 from tests.prometheus.servers import Prometheus, prometheus, running
 from tests.ranks import RankProcess
-from tests.service.exporter import Exporter, free_port, wait_for
-from tests.tools import fetch_debian, soak
+from tests.service.exporter import Exporter, wait_for
+from tests.tools import find_tool, soak
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,10 +82,9 @@ def test_prometheus_takes_every_series_over_tls_with_a_password(tmp_path: Path, 
 
 
 if soak():
-    # Only here, since the package comes from the network.
 
     def test_victoriametrics_takes_every_series(tmp_path: Path) -> None:
-        program = fetch_debian("victoria-metrics", "usr/bin/victoria-metrics")
+        program = find_tool("victoria-metrics")
         registry = tmp_path / "registry"
         with RankProcess(registry) as process, Exporter(registry) as exporter:
             process.cycles(5)

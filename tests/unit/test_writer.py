@@ -6,6 +6,7 @@ import stat
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,12 @@ from eagle_exporter.registry.writer import (
     RegistryError,
     clear_stale_files,
     is_held,
+    problem_of,
     server_directory,
 )
 from tests.ranks import RankProcess, make_plan, write_ended
 from tests.unit.doubles import as_nobody
+from tests.users import NOBODY, SOMEBODY_ELSE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -101,8 +104,91 @@ def test_a_directory_of_another_user_is_refused_by_name(shared_root: Path) -> No
     shared_root.chmod(0o777)
     (shared_root / "s").mkdir(mode=0o555)
     message = prepare_as_nobody(shared_root)
-    assert message.startswith(f"no permission to write into {shared_root}/s (it belongs to uid {os.getuid()})")
+    assert message.startswith(
+        f"cannot write into {shared_root}/s, which belongs to uid {os.getuid()}: Permission denied"
+    )
     assert "EAGLE_EXPORTER_SERVER" in message
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to somebody else")
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o2770])
+def test_a_directory_of_another_user_is_refused_though_everybody_may_write(shared_root: Path, mode: int) -> None:
+    """Its owner would choose what the next start removes, and could put other numbers in the place of ours."""
+    directory = shared_root / "s"
+    directory.mkdir()
+    os.chown(directory, SOMEBODY_ELSE, NOBODY)
+    directory.chmod(mode)
+    (directory / "tp0-pp0-dp0.bin").write_bytes(b"precious")
+    message = prepare_as_nobody(shared_root)
+    assert message.startswith(f"{directory} belongs to uid {SOMEBODY_ELSE}, and this is uid {NOBODY}")
+    assert "EAGLE_EXPORTER_DIR" in message
+    assert (directory / "tp0-pp0-dp0.bin").read_bytes() == b"precious"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to somebody else")
+def test_a_link_of_another_user_leads_nowhere(shared_root: Path) -> None:
+    """What ends in .bin is removed at a start: a model's weights may lie where the link leads."""
+    weights = shared_root / "models" / "pytorch_model.bin"
+    weights.parent.mkdir()
+    weights.write_bytes(b"precious")
+    (shared_root / "s").symlink_to(weights.parent)
+    os.chown(shared_root / "s", SOMEBODY_ELSE, SOMEBODY_ELSE, follow_symlinks=False)
+    with pytest.raises(RegistryError, match=f"belongs to uid {SOMEBODY_ELSE}"):
+        clear_stale_files(server_directory(shared_root, "s"))
+    assert weights.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words"),
+    [
+        (lambda root: root.chmod(0o555), "cannot create the registry directory"),
+        (lambda root: ((root / "s").mkdir(mode=0o555), root.chmod(0o755)), "cannot write into"),
+        (lambda root: (root / "s").write_text(""), "is not a directory"),
+        (lambda root: root.chmod(0o777), "no error"),
+        (lambda root: (root.rmdir(), root.write_text("")), "is not a directory"),
+    ],
+)
+def test_what_would_keep_a_server_from_registering_is_known_without_trying(
+    shared_root: Path, prepare: Callable[[Path], object], words: str
+) -> None:
+    root = shared_root / "registry"
+    root.mkdir()
+    prepare(root)
+    before = sorted(shared_root.rglob("*"))
+    foretold = as_nobody(lambda: problem_of(root, "s") or "no error")
+    assert words in foretold
+    assert sorted(shared_root.rglob("*")) == before
+    assert prepare_as_nobody(root) == foretold
+
+
+def test_a_read_only_file_system_is_called_one(tmp_path: Path) -> None:
+    """Root may write everywhere but there. Without root and without user namespaces it cannot be mounted, nor tried."""
+    code = """
+import sys
+from pathlib import Path
+from eagle_exporter.registry.writer import RegistryError, problem_of, server_directory
+root = Path(sys.argv[1])
+print(problem_of(root, "s"))
+try:
+    server_directory(root, "s")
+except RegistryError as error:
+    print(error)
+"""
+    mount = 'mount -t tmpfs -o ro eagle "$1" && exec "$2" -c "$3" "$1"'
+    flags = "-m" if os.geteuid() == 0 else "-Urm"
+    done = subprocess.run(
+        ["unshare", flags, "sh", "-ec", mount, "sh", tmp_path, sys.executable, code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if done.returncode != 0 and ("unshare" in done.stderr or "mount" in done.stderr):
+        assert os.geteuid() != 0 or "permitted" in done.stderr or "permission" in done.stderr, done.stderr
+        return
+    foretold, said = done.stdout.splitlines()
+    assert said.startswith(f"cannot create the registry directory {tmp_path}/s: Read-only file system")
+    assert foretold == said
 
 
 def test_a_leftover_file_that_another_user_may_not_look_at_is_named(shared_root: Path) -> None:
@@ -119,6 +205,14 @@ def test_a_leftover_file_that_another_user_may_not_look_at_is_named(shared_root:
 def test_an_unknown_group_is_refused_with_the_variable_to_set(tmp_path: Path) -> None:
     with pytest.raises(RegistryError, match="EAGLE_EXPORTER_GROUP=no-such-group"):
         server_directory(tmp_path / "registry", "s", group="no-such-group")
+
+
+def test_a_file_that_cannot_be_given_to_the_group_is_not_left_half_made(tmp_path: Path, layout: Layout) -> None:
+    open_before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RegistryError, match="EAGLE_EXPORTER_GROUP=no-such-group"):
+        RankWriter(tmp_path / "tp0-pp0-dp0.bin", layout, group="no-such-group")
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 def test_a_group_by_number_gets_directory_and_file(tmp_path: Path, layout: Layout) -> None:
