@@ -10,6 +10,7 @@ Names and labels are an API: a rename keeps both names for one minor version, an
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -42,13 +43,37 @@ MAX_NUM_STEPS_TIERS = 4
 OTHER_NUM_STEPS = "other"
 """Label value for a step count that was not known when the hooks attached; it appears on first use."""
 
-EXCLUDED_REASONS = ("no_live_row", "idle", "health_check", "profiled")
+EXCLUDED_REASONS = ("no_live_row", "idle", "health_check", "profiled", "prefill_path")
 DROPPED_REASONS = ("pool_exhausted", "not_complete", "invalid_duration", "unmatched", "hook_error", "draft_step")
 TIMING_STATES = ("on", "off", "fuse_cost", "fuse_errors", "hooks_down")
+
+KERNEL_CLASSES = (
+    "allreduce_nccl",
+    "allreduce_custom",
+    "collective",
+    "attention",
+    "gemm",
+    "moe",
+    "norm",
+    "sampling",
+    "kv",
+    "memcpy",
+    "other",
+)
+"""What a kernel does. Both ``allreduce_*`` are all-reduces: ``allreduce_nccl`` is done by a kernel that NCCL chooses by
+protocol and algorithm, ``allreduce_custom`` by anything else (SGLang's custom and quick all-reduce, NVLS and symmetric
+memory, one fused with a norm), which NCCL_PROTO does not touch. ``collective`` is every other collective."""
+NCCL_ALLREDUCE = "allreduce_nccl"
+UNCLASSIFIED = "other"
+
+CAPTURE_OUTCOMES = ("completed", "failed", "busy", "refused", "withdrawn")
+"""How a kernel capture ended: with a result; with an error; another capture or SGLang's own profiler was running; the
+hooks are off or the request was not one; taken back before it had its cycles."""
 
 HOOKS = (
     "cycle",
     "draft",
+    "draft_step",
     "draft_graph",
     "verify",
     "target_verify",
@@ -70,12 +95,54 @@ PHASE_HOOKS: dict[str, tuple[str, ...]] = {
     "draft_steps": ("draft", "draft_graph"),
     "target_verify": ("target_verify",),
     "draft_extend": ("draft_extend",),
-    "verify_overhead": ("draft", "draft_graph", "target_verify", "draft_extend", "kv_compact"),
+    "verify_overhead": ("draft", "draft_graph", "verify", "target_verify", "draft_extend", "kv_compact"),
     "kv_cache": ("kv_prepare", "kv_compact"),
-    "other": ("draft", "draft_graph", "target_verify", "draft_extend", "kv_prepare", "kv_compact"),
+    "other": ("draft", "draft_graph", "verify", "target_verify", "draft_extend", "kv_prepare", "kv_compact"),
 }
-"""A phase is exported only while all these hooks are attached: with one missing, its time would hold another
-phase's work, which would be a guess shown as a reading."""
+"""A phase is exported only while none of these hooks is down: with one missing, its time would hold another phase's
+work, which would be a guess shown as a reading."""
+_PHASE_OWN = {
+    "draft_steps": ("draft",),
+    "target_verify": ("target_verify",),
+    "draft_extend": ("draft_extend",),
+    "kv_cache": ("kv_prepare", "kv_compact"),
+    # What is left over means something only where all else is told apart.
+    "verify_overhead": ("draft_extend",),
+    "other": ("draft_extend",),
+}
+"""And only where the worker has one of these at all."""
+
+PART_HOOKS = {
+    # It shares its start with the end of the draft.
+    "tree_build": ("tree_build", "draft", "draft_graph"),
+    "prepare": ("prepare",),
+    # V1 frees what was rejected inside it.
+    "sample_accept": ("sample", "kv_compact"),
+}
+"""The same for the parts of the verify overhead; the first hook is the part's own."""
+
+
+def phases_of(hooks: Mapping[str, bool]) -> tuple[str, ...]:
+    """Return the phases that can be told apart.
+
+    Args:
+        hooks: Hook -> attached. What the worker has nothing for is not in it.
+    """
+    return tuple(
+        phase
+        for phase in PHASES
+        if any(hook in hooks for hook in _PHASE_OWN[phase])
+        and all(hooks.get(hook, True) for hook in PHASE_HOOKS[phase])
+    )
+
+
+def parts_of(hooks: Mapping[str, bool]) -> tuple[str, ...]:
+    """Return the parts of the verify overhead that can be told apart; `hooks` as for `phases_of`."""
+    return tuple(
+        part
+        for part in VERIFY_OVERHEAD_PARTS
+        if PART_HOOKS[part][0] in hooks and all(hooks.get(hook, True) for hook in PART_HOOKS[part])
+    )
 
 
 def _decades(first_exponent: int, last_exponent: int) -> list[float]:
@@ -125,10 +192,12 @@ class Metric:
         labels: Labels beyond `COMMON_LABELS`.
         source: The rank's registry file or the exporter.
         hooks: All of these hooks must be attached for the family to exist.
+        unless_down: None of these may be down; where the worker has nothing for one, it is not missed.
         acceptance: True when only the recording rank exports it (attention-TP rank 0, attention-CP rank 0,
             last pipeline stage), since every rank of a group sees the same tokens.
         leader_histogram: True for histograms that by default only the recording rank exports.
         per_rank_labels: False for families of the exporter that carry no rank labels.
+        on_capture: Off the recording rank the series appear only once a kernel capture is asked of the rank.
     """
 
     name: str
@@ -137,9 +206,11 @@ class Metric:
     labels: tuple[str, ...] = ()
     source: Source = Source.RANK
     hooks: tuple[str, ...] = ()
+    unless_down: tuple[str, ...] = ()
     acceptance: bool = False
     leader_histogram: bool = False
     per_rank_labels: bool = True
+    on_capture: bool = False
 
     @property
     def all_labels(self) -> tuple[str, ...]:
@@ -199,7 +270,9 @@ METRICS: tuple[Metric, ...] = (
         Kind.COUNTER,
         "Cycles left out of every other series: no_live_row (all requests had finished or were retracted; the overlap "
         "loop ends with one), idle (idle rank under DP attention), health_check (only health-check requests), "
-        "profiled (disturbed by a profile).",
+        "prefill_path (decoded without a draft beside another rank's prefill under DP attention). "
+        "profiled: disturbed by a kernel capture on any rank of the server; left out of timing only, still counted as "
+        "cycles and in acceptance.",
         ("reason",),
         hooks=("cycle", "accept"),
     ),
@@ -242,13 +315,13 @@ METRICS: tuple[Metric, ...] = (
         "Seconds of parts of verify_overhead in the cycles where they were sampled: tree_build, prepare (verify input "
         "and graph input), sample_accept. Divide by eagle_verify_overhead_sampled_cycles_total.",
         ("part",),
-        hooks=("cycle", "accept", "sample", "tree_build", "prepare"),
+        hooks=("cycle", "accept"),
     ),
     Metric(
         "eagle_verify_overhead_sampled_cycles_total",
         Kind.COUNTER,
         "Timed cycles in which the parts of verify_overhead were measured.",
-        hooks=("cycle", "accept", "sample", "tree_build", "prepare"),
+        hooks=("cycle", "accept"),
     ),
     Metric(
         "eagle_draft_step_seconds_total",
@@ -256,14 +329,16 @@ METRICS: tuple[Metric, ...] = (
         "Seconds of draft forward number step (1 to num_steps - 1; the first draft token comes from the preceding "
         "extend). Divide by eagle_draft_steps_total. eagle_timing_info says where they come from.",
         ("step",),
-        hooks=("cycle", "accept", "draft", "draft_graph"),
+        hooks=("cycle", "accept", "draft", "draft_step"),
+        unless_down=("draft_graph",),
     ),
     Metric(
         "eagle_draft_steps_total",
         Kind.COUNTER,
         "Draft forwards whose time is in eagle_draft_step_seconds_total.",
         ("step",),
-        hooks=("cycle", "accept", "draft", "draft_graph"),
+        hooks=("cycle", "accept", "draft", "draft_step"),
+        unless_down=("draft_graph",),
     ),
     Metric(
         "eagle_phase_host_seconds_total",
@@ -376,7 +451,7 @@ METRICS: tuple[Metric, ...] = (
         Kind.COUNTER,
         "Tokens really appended to requests, after stop conditions, the first one from prefill included: the sum of "
         "SGLang's completion tokens.",
-        hooks=("accept",),
+        hooks=("cycle", "accept"),
         acceptance=True,
     ),
     Metric(
@@ -489,9 +564,59 @@ METRICS: tuple[Metric, ...] = (
         "Configured wall time of one decode step without speculation (EAGLE_EXPORTER_BASELINE_DECODE_SECONDS).",
         ("batch_size",),
     ),
+    # --- kernel captures, on demand ----------------------------------------------------------------------
+    Metric(
+        "eagle_kernel_seconds_total",
+        Kind.COUNTER,
+        "Kernel time (operator self time without a GPU) inside captured cycles, by the phase that launched the kernel "
+        "and by what it does. Kernels that run side by side both count. "
+        "Divide by eagle_kernel_profiled_cycles_total; a share is this over its sum over kernel_class.",
+        ("phase", "kernel_class"),
+        hooks=("cycle", "accept"),
+        on_capture=True,
+    ),
+    Metric(
+        "eagle_kernel_busy_seconds_total",
+        Kind.COUNTER,
+        "Time within a phase of captured cycles in which at least one kernel ran. "
+        "Idle is eagle_kernel_phase_seconds_total minus this. Divide by eagle_kernel_profiled_cycles_total.",
+        ("phase",),
+        hooks=("cycle", "accept"),
+        on_capture=True,
+    ),
+    Metric(
+        "eagle_kernel_phase_seconds_total",
+        Kind.COUNTER,
+        "Duration of a phase in captured cycles, between the points where events on the forward stream would lie. The "
+        "profiler slows cycles down, so compare it with eagle_kernel_busy_seconds_total, not with other times. "
+        "Divide by eagle_kernel_profiled_cycles_total.",
+        ("phase",),
+        hooks=("cycle", "accept"),
+        on_capture=True,
+    ),
+    Metric(
+        "eagle_kernel_profiled_cycles_total",
+        Kind.COUNTER,
+        "Cycles whose kernels are in eagle_kernel_seconds_total.",
+        hooks=("cycle", "accept"),
+        on_capture=True,
+    ),
+    Metric(
+        "eagle_kernel_captures_total",
+        Kind.COUNTER,
+        "Kernel captures asked of this rank, by outcome: completed, failed, busy (another capture or SGLang's own "
+        "profiler was running), refused (hooks off, or not a valid request), withdrawn (taken back, or no traffic).",
+        ("outcome",),
+        hooks=("cycle", "accept"),
+        on_capture=True,
+    ),
     # --- the hooks themselves ---------------------------------------------------------------------------
     Metric(
-        "eagle_hook_up", Kind.GAUGE, "1 while the hook is attached to SGLang and not switched off, else 0.", ("hook",)
+        "eagle_hook_up",
+        Kind.GAUGE,
+        "1 while the hook is attached to SGLang and not switched off, else 0. Absent where this version's worker has "
+        "nothing for it.",
+        ("hook",),
     ),
     Metric(
         "eagle_hook_errors_total",
@@ -576,5 +701,7 @@ LABEL_VALUES: dict[str, tuple[str, ...]] = {
     "batch_size": BATCH_SIZES,
     "context_length": CONTEXT_LENGTHS,
     "hook": HOOKS,
+    "kernel_class": KERNEL_CLASSES,
+    "outcome": CAPTURE_OUTCOMES,
 }
 """Labels whose values are fixed; ``num_steps``, ``position`` and ``step`` depend on the server's configuration."""

@@ -21,6 +21,10 @@ DEFAULT_DIRECTORY = Path("/dev/shm/eagle-exporter")  # noqa: S108 - the registry
 DEFAULT_PORT = 10077
 DEFAULT_LISTEN = f"0.0.0.0:{DEFAULT_PORT}"
 
+SHORTEST_PROFILE_INTERVAL = 600.0
+"""Seconds: a capture stalls its tensor-parallel group for some tenths of a second."""
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
 T = TypeVar("T")
 
 
@@ -46,6 +50,7 @@ class Settings:
         baseline: Batch size label -> configured seconds of a decode step without speculation.
         group: Group that may read the registry.
         profile_every: Seconds between scheduled kernel captures, None for none.
+        kernel_classes: File with further patterns of kernel names, None for none.
         log_level: Level of the exporter's log.
         problems: What was wrong with the environment, in sentences; empty when all is well.
     """
@@ -63,6 +68,7 @@ class Settings:
     baseline: Mapping[str, float] = field(default_factory=dict)
     group: str | None = None
     profile_every: float | None = None
+    kernel_classes: Path | None = None
     log_level: str = "info"
     problems: tuple[str, ...] = ()
 
@@ -106,7 +112,8 @@ def read(environment: Mapping[str, str] | None = None, *, strict: bool = False) 
         buckets=get("BUCKETS", parse_buckets, catalogue.DURATION_BUCKETS),
         baseline=get("BASELINE_DECODE_SECONDS", parse_baseline, {}),
         group=get("GROUP", str, None),
-        profile_every=get("PROFILE_EVERY", _seconds, None),
+        profile_every=get("PROFILE_EVERY", _interval, None),
+        kernel_classes=get("KERNEL_CLASSES", _absolute_path, None),
         log_level=get("LOG_LEVEL", _choice("debug", "info", "warning", "error"), "info"),
         problems=tuple(problems),
     )
@@ -190,8 +197,11 @@ def _sample_every(text: str) -> int | None:
     return number
 
 
-def _seconds(text: str) -> float | None:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise ValueError("wanted a positive number of seconds")
+def _interval(text: str) -> float | None:
+    if text.lower() == "off":
+        return None
+    unit = _UNITS.get(text[-1].lower())
+    value = float(text[:-1] if unit else text) * (unit or 1.0)
+    if not SHORTEST_PROFILE_INTERVAL <= value < math.inf:
+        raise ValueError(f"wanted off, or an interval such as 6h or 900s of at least {SHORTEST_PROFILE_INTERVAL:g} s")
     return value

@@ -1,13 +1,13 @@
 """``eagle-exporter doctor``: what of the measurement stands here, and what to do where it does not.
 
-Nothing is started and nothing heavy imported: SGLang's source is read as text (`_Source`), the registry with the
+Nothing is started and nothing heavy imported: SGLang's source is read as text (`hooks.source`), the registry with the
 reader that the exporter uses, the exporter over HTTP.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
+import contextlib
 import difflib
 import http.client
 import importlib.metadata
@@ -16,17 +16,20 @@ import json
 import os
 import platform
 import re
+import socket
 import ssl
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_exporter import __version__, catalogue, settings
-from eagle_exporter.hooks import points
+from eagle_exporter.hooks import points, selection
+from eagle_exporter.hooks.source import Source
 from eagle_exporter.registry.reader import RegistryReader
+from eagle_exporter.registry.writer import problem_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from eagle_exporter.registry.reader import RankSnapshot, RegistrySnapshot
 
@@ -80,6 +83,25 @@ class HookReport:
 
 
 @dataclass(frozen=True)
+class FamilyReport:
+    """The hook points of a worker class that this SGLang has, and of its subclasses where they are the same.
+
+    Attributes:
+        name: Value of the ``hook_family`` label.
+        workers: ``module:Class`` of each; empty when it is not known.
+        serves: What SGLang is started with to use it, in words; empty when that cannot be read from this SGLang.
+        hooks: Every hook point.
+        not_in_sglang: Hooks of other families that this worker has nothing for: their series are absent.
+    """
+
+    name: str
+    workers: tuple[str, ...]
+    serves: tuple[str, ...]
+    hooks: tuple[HookReport, ...]
+    not_in_sglang: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class RankReport:
     """One rank of the registry.
 
@@ -89,7 +111,9 @@ class RankReport:
         pp_rank: Pipeline-parallel rank.
         dp_rank: Data-parallel rank, "" without.
         alive: Its scheduler process runs.
+        family: Family of its worker, "" when the file does not say.
         hooks_down: Hooks whose ``eagle_hook_up`` is 0.
+        problems: Hook -> why it could not be attached, as its log says it.
         timing: State of the timing.
         cycles: Decode cycles so far, None when not counted.
         last_cycle_seconds_ago: Age of the last cycle, None before the first.
@@ -103,7 +127,9 @@ class RankReport:
     pp_rank: str
     dp_rank: str
     alive: bool
+    family: str
     hooks_down: tuple[str, ...]
+    problems: dict[str, str]
     timing: str
     cycles: float | None
     last_cycle_seconds_ago: float | None
@@ -119,8 +145,9 @@ class Report:
     Attributes:
         status: The worst status of the findings: ``ok``, ``degraded`` or ``broken``.
         versions: Program -> version, "" when it is not installed here.
-        family: Family of SGLang versions that applies, "" when none does.
+        family: Family of the worker that EAGLE-3 gets by default, "" when none applies.
         hooks: Every hook point of that family.
+        families: Every family that this SGLang has a worker for, that one first.
         ranks: Every rank of the registry.
         findings: The report's lines.
     """
@@ -129,6 +156,7 @@ class Report:
     versions: dict[str, str]
     family: str
     hooks: tuple[HookReport, ...]
+    families: tuple[FamilyReport, ...]
     ranks: tuple[RankReport, ...]
     findings: tuple[Finding, ...]
 
@@ -185,15 +213,18 @@ def examine(environment: Mapping[str, str], *, root: Path | None = None, url: st
     directory = root or configured.directory
     rank_findings, ranks = _registry(directory)
     alive = [rank for rank in ranks if rank.alive]
-    sglang_findings, family, hooks = _sglang(environment, configured, sidecar=bool(alive))
+    sglang_findings, families = _sglang(environment, configured, sidecar=bool(alive))
     findings += sglang_findings + rank_findings
+    if families and not alive and configured.enabled != "0":
+        findings += _next_start(directory, configured.server)
     findings += _exporter(url or _default_url(configured.listen), ranks=ranks)
     worst = max((finding.status for finding in findings), key=lambda status: EXIT_CODES[status], default=OK)
     return Report(
         status=OK if worst == INFO else worst,
         versions=_versions(),
-        family=family,
-        hooks=tuple(hooks),
+        family=families[0].name if families else "",
+        hooks=families[0].hooks if families else (),
+        families=tuple(families),
         ranks=tuple(ranks),
         findings=tuple(findings),
     )
@@ -214,12 +245,21 @@ def render(report: Report) -> str:
         lines.append(f"{_MARKS[finding.status]}  {finding.check:<9} {finding.text}")
         if finding.remedy:
             lines.append(f"{'':<20}-> {finding.remedy}")
-    if report.hooks:
-        lines += ["", f"hook points (family {report.family}):" if report.family else "hook points:"]
-        width = max(len(hook.hook) for hook in report.hooks)
-        for hook in report.hooks:
+    shown: set[HookReport] = set()
+    for family in report.families:
+        new = [hook for hook in family.hooks if hook not in shown]
+        shown.update(new)
+        lines += [
+            "",
+            f"hook points of {_title(family)}{', beside those above' if len(new) < len(family.hooks) else ''}:",
+        ]
+        width = max(map(len, catalogue.HOOKS))
+        for hook in new:
             text = f"{hook.target.partition(':')[2]}  {hook.place}" if hook.resolves else f"MISSING: {hook.problem}"
             lines.append(f"  {hook.hook:<{width}}  {text}")
+        lines += [
+            f"  {name:<{width}}  not in this SGLang: this worker has nothing for it" for name in family.not_in_sglang
+        ]
     words = {OK: "healthy", DEGRADED: "degraded", BROKEN: "broken"}
     lines += ["", words[report.status]]
     return "\n".join(lines)
@@ -228,211 +268,148 @@ def render(report: Report) -> str:
 # --- SGLang, the plugin and the hook points ------------------------------------------------------------------
 def _sglang(
     environment: Mapping[str, str], configured: settings.Settings, *, sidecar: bool
-) -> tuple[list[Finding], str, list[HookReport]]:
-    source = _Source.installed("sglang")
+) -> tuple[list[Finding], list[FamilyReport]]:
+    source = Source.installed("sglang")
     if source is None:
         if sidecar:
             text = "not in this environment; the ranks in the registry have theirs"
-            return [Finding("sglang", INFO, text)], "", []
+            return [Finding("sglang", INFO, text)], []
         remedy = "run doctor with the Python that runs SGLang (python -m eagle_exporter doctor)"
-        return [Finding("sglang", BROKEN, "not installed in this environment", remedy)], "", []
+        return [Finding("sglang", BROKEN, "not installed in this environment", remedy)], []
     version = points.sglang_version() or "of unknown version"
-    findings = _plugin(environment, configured, source, version)
-    family = next((each for each in points.FAMILIES if source.find(each.probe)), None)
-    supported = "; ".join(f"{each.name}: {each.versions}" for each in points.FAMILIES)
-    if family is None:
-        # As the hooks do: the newest family, whatever of it resolves.
-        family = points.FAMILIES[0]
-        findings.append(
-            Finding(
-                "sglang",
-                DEGRADED,
-                f"{version} is of no known family ({supported}); {family.name} is tried, point by point",
-                "see the hook points below; a newer sglang-eagle-exporter may know this SGLang",
-            )
-        )
-    else:
-        text = f"{version}, family {family.name} ({family.versions}), in {source.directory}"
-        findings.insert(0, Finding("sglang", OK, text))
-    hooks = [_hook(source, point) for point in family.points]
-    findings.append(_hooks_finding(hooks))
-    return findings, family.name, hooks
+    findings = [Finding("sglang", OK, f"{version}, in {source.directory}")]
+    findings += _plugin(environment, configured, source, version)
+    families = _families(source, environment)
+    findings += [_hooks_finding(family, default=family is families[0]) for family in families]
+    return findings, families
 
 
 def _plugin(
-    environment: Mapping[str, str], configured: settings.Settings, source: _Source, version: str
+    environment: Mapping[str, str], configured: settings.Settings, source: Source, version: str
 ) -> list[Finding]:
     """Return whether SGLang, started in this environment, would load the plugin and let it start."""
     findings = []
-    if not source.find("sglang.srt.plugins:load_plugins"):
-        text = f"SGLang {version} has no plugin system"
-        return [Finding("plugin", BROKEN, text, "use SGLang 0.5.11 or newer")]
+    loads = source.hook("sglang.srt.plugins:load_plugins") is not None
     names = {point.name for point in importlib.metadata.entry_points(group=PLUGIN_GROUP)}
     allowed = {name.strip() for name in environment.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
-    if PLUGIN_NAME not in names:
+    if loads and PLUGIN_NAME not in names:
         text = f"no entry point {PLUGIN_NAME} in {PLUGIN_GROUP}"
         remedy = "pip install sglang-eagle-exporter with the Python that runs SGLang"
         findings.append(Finding("plugin", BROKEN, text, remedy))
-    elif allowed and PLUGIN_NAME not in allowed:
+    elif loads and allowed and PLUGIN_NAME not in allowed:
         text = f"SGLANG_PLUGINS={environment['SGLANG_PLUGINS']} leaves it out"
         findings.append(Finding("plugin", BROKEN, text, f"add {PLUGIN_NAME} to SGLANG_PLUGINS, or unset it"))
     elif configured.enabled == "0":
         remedy = f"unset {settings.PREFIX}ENABLED"
         findings.append(Finding("plugin", DEGRADED, f"switched off by {settings.PREFIX}ENABLED=0", remedy))
+    elif not loads:
+        text = f"SGLang {version} has no plugin system: a server is measured when eagle-exporter launch starts it"
+        findings.append(Finding("plugin", INFO, text, "eagle-exporter launch -- ARGUMENTS OF sglang.launch_server"))
     else:
         when = "always" if configured.enabled == "1" else "by servers with a speculative algorithm"
         findings.append(Finding("plugin", OK, f"would be loaded by SGLang started from here, and used {when}"))
-    for target, what in ((points.LAUNCH_SCHEDULERS, "launch"), (points.SCHEDULER_INIT, "scheduler")):
-        if not source.find(target):
-            text = f"cannot start: this SGLang has no {target} ({what})"
+    for targets, what in ((points.LAUNCH_ANCHORS, "launch"), ((points.SCHEDULER_INIT,), "scheduler")):
+        if not any(source.hook(target) for target in targets):
+            text = f"cannot start: this SGLang has no {targets[0]} ({what})"
             findings.append(Finding("plugin", BROKEN, text, "a newer sglang-eagle-exporter may know this SGLang"))
     return findings
 
 
-def _hook(source: _Source, point: points.HookPoint) -> HookReport:
-    found = source.find(point.target)
+def _families(source: Source, environment: Mapping[str, str]) -> list[FamilyReport]:
+    """Return the families that SGLang started from here would use, the one of EAGLE-3 by default first."""
+    serves: dict[str, list[str]] = {}
+    for configuration in _configurations(environment):
+        # What cannot be read is found out by the hooks when a server runs.
+        with contextlib.suppress(selection.Refused, selection.Unknown):
+            serves.setdefault(selection.worker_class(source, configuration), []).append(str(configuration))
+
+    def resolves(target: str) -> bool:
+        return source.hook(target) is not None
+
+    chosen = [
+        (points.for_worker(source.bases(worker), resolves) or points.GENERIC, worker, words)
+        for worker, words in serves.items()
+    ]
+    seen = {family.name for family, _, _ in chosen}
+    chosen += [(family, family.worker, []) for family in points.present(resolves) if family.name not in seen]
+    found: list[FamilyReport] = []
+    for family, worker, words in chosen or [(points.GENERIC, "", [])]:
+        report = _family(source, family, worker, words)
+        same = next((each for each in found if (each.name, each.hooks) == (report.name, report.hooks)), None)
+        if same is None:
+            found.append(report)
+        else:
+            both = replace(same, workers=same.workers + report.workers, serves=same.serves + report.serves)
+            found[found.index(same)] = both
+    return found
+
+
+def _configurations(environment: Mapping[str, str]) -> list[selection.Configuration]:
+    """Return what decides on the worker, EAGLE-3 by default first, with this environment's switch (0.5.6 to 0.5.12)."""
+    switch = environment.get("SGLANG_ENABLE_SPEC_V2", "").strip().lower()
+    default = selection.Configuration(spec_v2=switch in ("1", "true", "yes", "y", "t", "on") if switch else None)
+    return [
+        default,
+        replace(default, topk=2),
+        replace(default, overlap=False),
+        replace(default, algorithm="STANDALONE"),
+        replace(default, multi_layer=True),
+        replace(default, algorithm="FROZEN_KV_MTP"),
+    ]
+
+
+def _family(source: Source, family: points.Family, worker: str, serves: Sequence[str]) -> FamilyReport:
+    known = {hook for each in points.FAMILIES for hook in each.hooks}
+    return FamilyReport(
+        name=family.name,
+        workers=(worker,) if worker else (),
+        serves=tuple(serves),
+        hooks=tuple(_hook(source, point, worker if family.of_worker(point) else "") for point in family.points),
+        not_in_sglang=tuple(
+            hook for hook in catalogue.HOOKS if hook in known and hook not in (*family.hooks, *family.knows)
+        ),
+    )
+
+
+def _hook(source: Source, point: points.HookPoint, worker: str) -> HookReport:
+    found = source.hook(point.target, worker)
     if found is None:
-        return HookReport(point.hook, point.target, False, "", source.why_not(point.target))
-    missing = [name for name in point.reads if not found.takes(name)]
+        return HookReport(point.hook, point.target, False, "", source.why_not(point.target, worker))
+    missing = [name for name in point.reads if not (found.takes(name) or found.any_keyword)]
     problem = f"has no parameter {', '.join(missing)} ({found.place})" if missing else ""
     return HookReport(point.hook, point.target, not missing, "" if missing else found.place, problem)
 
 
-def _hooks_finding(hooks: Sequence[HookReport]) -> Finding:
-    down = sorted({hook.hook for hook in hooks if not hook.resolves})
-    if not down:
-        return Finding("hooks", OK, f"all {len(hooks)} hook points resolve")
-    lost = [phase for phase, needed in catalogue.PHASE_HOOKS.items() if set(needed) & set(down)]
-    text = f"{', '.join(down)} cannot be attached"
+def _hooks_finding(family: FamilyReport, *, default: bool) -> Finding:
+    serves = f" serves {'; '.join(family.serves)}" if family.serves else ""
+    name = f"{_title(family)}{serves}: "
+    newer = "a newer sglang-eagle-exporter may know this SGLang"
+    down = sorted({hook.hook for hook in family.hooks if not hook.resolves})
+    if family.name == points.GENERIC.name:
+        text = (
+            f"{name}a worker of no known family: its cycles, their verify and what was accepted are measured, and no "
+            "other phase"
+        )
+        return Finding("hooks", DEGRADED, text, newer)
     if set(down) & set(CORE_HOOKS):
-        return Finding("hooks", BROKEN, f"{text}: nothing is recorded", "use a supported version of SGLang")
-    phases = f"; phases left out: {', '.join(lost)}" if lost else ""
-    return Finding("hooks", DEGRADED, text + phases, "a newer sglang-eagle-exporter may know this SGLang")
+        text = f"{name}{', '.join(down)} cannot be attached: nothing is recorded"
+        return Finding("hooks", BROKEN if default else DEGRADED, text, f"use a supported version of SGLang; {newer}")
+    if down:
+        complete = {hook.hook: True for hook in family.hooks}
+        now = {hook: hook not in down for hook in complete}
+        lost = [phase for phase in catalogue.phases_of(complete) if phase not in catalogue.phases_of(now)]
+        lost += [
+            f"{part} of verify_overhead" for part in catalogue.parts_of(complete) if part not in catalogue.parts_of(now)
+        ]
+        phases = f"; left out: {', '.join(lost)}" if lost else ""
+        return Finding("hooks", DEGRADED, f"{name}{', '.join(down)} cannot be attached{phases}", newer)
+    absent = f"; not in this SGLang: {', '.join(family.not_in_sglang)}" if family.not_in_sglang else ""
+    return Finding("hooks", OK, f"{name}all {len(family.hooks)} hook points resolve{absent}")
 
 
-@dataclass(frozen=True)
-class _Found:
-    place: str
-    arguments: ast.arguments
-
-    def takes(self, name: str) -> bool:
-        every = (*self.arguments.posonlyargs, *self.arguments.args, *self.arguments.kwonlyargs)
-        return any(argument.arg == name for argument in every)
-
-
-class _Source:
-    """An installed package, read as text: finds what ``attach.resolve`` would find after an import."""
-
-    def __init__(self, package: str, directory: Path) -> None:
-        self._package = package
-        self.directory = directory
-        self._modules: dict[str, _Module | None] = {}
-
-    @classmethod
-    def installed(cls, package: str) -> _Source | None:
-        """Return a package of this environment, None when it is not there; the package is not imported."""
-        try:
-            spec = importlib.util.find_spec(package)
-        except (ImportError, ValueError):
-            return None
-        if spec is None or not spec.submodule_search_locations:
-            return None
-        return cls(package, Path(next(iter(spec.submodule_search_locations))))
-
-    def find(self, target: str) -> _Found | None:
-        """Return a function by its dotted target (``module:Class.name``), None when there is no such function."""
-        module_name, _, path = target.partition(":")
-        return self._find(module_name, path.split("."), 0)
-
-    def why_not(self, target: str) -> str:
-        """Return which part of a target that was not found is missing."""
-        module_name, _, path = target.partition(":")
-        module = self._module(module_name)
-        if module is None:
-            return f"no module {module_name}"
-        first, *rest = path.split(".")
-        if first not in module.names:
-            return f"no {first} in {module_name}"
-        return f"no function {'.'.join(rest) or first} in {first if rest else module_name}"
-
-    def _find(self, module_name: str, path: list[str], depth: int) -> _Found | None:
-        module = self._module(module_name)
-        if module is None or depth > 10:
-            return None
-        first, *rest = path
-        node = module.names.get(first)
-        if isinstance(node, tuple):  # imported from elsewhere
-            return self._find(node[0], [node[1], *rest], depth + 1)
-        if isinstance(node, ast.ClassDef) and rest:
-            return self._method(module_name, module, node, rest[0], depth)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not rest:
-            return _Found(f"{self._relative(module.path)}:{node.lineno}", node.args)
-        return None
-
-    def _method(self, module_name: str, module: _Module, cls: ast.ClassDef, name: str, depth: int) -> _Found | None:
-        for node in _statements(cls.body):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
-                return _Found(f"{self._relative(module.path)}:{node.lineno}", node.args)
-        for base in cls.bases:
-            if isinstance(base, ast.Name):
-                found = self._find(module_name, [base.id, name], depth + 1)
-                if found is not None:
-                    return found
-        return None
-
-    def _relative(self, path: Path) -> str:
-        return path.relative_to(self.directory.parent).as_posix()
-
-    def _module(self, name: str) -> _Module | None:
-        if name not in self._modules:
-            self._modules[name] = self._parse(name)
-        return self._modules[name]
-
-    def _parse(self, name: str) -> _Module | None:
-        first, *rest = name.split(".")
-        if first != self._package:
-            return None
-        path = self.directory.joinpath(*rest)
-        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        try:
-            tree = ast.parse(path.read_bytes())
-        except (OSError, SyntaxError, ValueError):
-            return None
-        return _Module(path, dict(_names(tree.body, name, is_package=path.name == "__init__.py")))
-
-
-@dataclass(frozen=True)
-class _Module:
-    path: Path
-    names: Mapping[str, ast.stmt | tuple[str, str]]
-
-
-def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield statements, those under ``if``, ``try`` and ``with`` too."""
-    for node in body:
-        yield node
-        for field in ("body", "orelse", "finalbody"):
-            if isinstance(node, (ast.If, ast.Try, ast.With)):
-                yield from _statements(getattr(node, field, []))
-        if isinstance(node, ast.Try):
-            for handler in node.handlers:
-                yield from _statements(handler.body)
-
-
-def _names(
-    body: Sequence[ast.stmt], module: str, *, is_package: bool
-) -> Iterator[tuple[str, ast.stmt | tuple[str, str]]]:
-    for node in _statements(body):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield node.name, node
-        elif isinstance(node, ast.ImportFrom):
-            origin = node.module or ""
-            if node.level:
-                parents = module.split(".") if is_package else module.split(".")[:-1]
-                parents = parents[: len(parents) - node.level + 1]
-                origin = ".".join([*parents, *([origin] if origin else [])])
-            for alias in node.names:
-                yield alias.asname or alias.name, (origin, alias.name)
+def _title(family: FamilyReport) -> str:
+    classes = ", ".join(worker.partition(":")[2] for worker in family.workers)
+    return f"{family.name} ({classes})" if classes else family.name
 
 
 # --- the registry ------------------------------------------------------------------------------------------
@@ -458,6 +435,16 @@ def _registry(root: Path) -> tuple[list[Finding], list[RankReport]]:
     return findings, ranks
 
 
+def _next_start(root: Path, server: str | None) -> list[Finding]:
+    """Return what would keep a server of this user from registering; "" or None is SGLang's default name."""
+    name = server or f"{socket.gethostname() or 'localhost'}:30000"
+    text, _, remedy = problem_of(root, name).partition("; ")
+    if not text:
+        return []
+    who = f"a server started by this user (uid {os.geteuid()}) would not be measured"
+    return [Finding("registry", BROKEN, f"{who}: {text}", remedy)]
+
+
 def _registry_finding(root: Path, snapshot: RegistrySnapshot) -> Finding:
     alive = sum(rank.alive for rank in snapshot.ranks)
     ended = len(snapshot.ranks) - alive
@@ -477,13 +464,17 @@ def _rank(rank: RankSnapshot, now: float) -> RankReport:
     timing = rank.family("eagle_timing_enabled")
     errors = rank.family("eagle_hook_errors_total")
     last = rank.value("eagle_last_cycle_timestamp_seconds")
+    config = rank.family("eagle_spec_config_info")
+    described = dict(zip(config.labels, config.series[0].labels, strict=True)) if config and config.series else {}
     return RankReport(
         server=rank.labels["server"],
         tp_rank=rank.labels["tp_rank"],
         pp_rank=rank.labels["pp_rank"],
         dp_rank=rank.labels["dp_rank"],
         alive=rank.alive,
+        family=described.get("hook_family", ""),
         hooks_down=tuple(series.labels[0] for series in (hooks.series if hooks else ()) if not series.value),
+        problems=rank.hook_problems,
         timing=next((series.labels[0] for series in (timing.series if timing else ()) if series.value), ""),
         cycles=rank.value("eagle_cycles_total"),
         last_cycle_seconds_ago=None if last is None else round(max(0.0, now - last), 1),
@@ -496,11 +487,14 @@ def _rank(rank: RankSnapshot, now: float) -> RankReport:
 def _rank_findings(rank: RankReport) -> list[Finding]:
     name = f"{rank.server} tp{rank.tp_rank} pp{rank.pp_rank}" + (f" dp{rank.dp_rank}" if rank.dp_rank else "")
     findings = []
+    if rank.family:
+        name += f", family {rank.family}"
+    down = ", ".join(f"{hook} ({rank.problems[hook]})" if hook in rank.problems else hook for hook in rank.hooks_down)
     if set(rank.hooks_down) & set(CORE_HOOKS):
-        text = f"{name}: nothing is recorded, hooks down: {', '.join(rank.hooks_down)}"
+        text = f"{name}: nothing is recorded, hooks down: {down}"
         findings.append(Finding("rank", BROKEN, text, "see the hook points of that server's SGLang: run doctor there"))
     elif rank.hooks_down:
-        text = f"{name}: hooks down: {', '.join(rank.hooks_down)}; their series are absent"
+        text = f"{name}: hooks down: {down}; their series are absent"
         findings.append(Finding("rank", DEGRADED, text, "run doctor with the Python of that server's SGLang"))
     if rank.timing not in ("", "on", "hooks_down"):
         remedy = {

@@ -3,6 +3,12 @@
 One definition for all versions. A draft is one live request in one cycle; a row whose request had already finished
 or was retracted when the result arrived is not a draft (under the overlap scheduler a finished request has one row
 more). Accepted tokens exclude the bonus token and are taken before stop conditions.
+
+Where they come from. V2 copies accept lengths to the host for itself and leaves them on the result, under a name that
+changed twice (`correct_drafts`). V1 updates the requests inside ``EagleVerifyInput.verify``, and cuts what it puts on
+the result at a stop token; but it counts each request's accepted tokens before the cut in the request itself
+(``srt/speculative/eagle_info.py``, 0.5.6 to 0.5.12), so the difference over the cycle is taken (`drafts_of_requests`).
+Nothing is copied from the GPU for us in either.
 """
 
 from __future__ import annotations
@@ -16,14 +22,20 @@ HEALTH_CHECK_PREFIX = "HEALTH_CHECK"
 """Request ids of SGLang's own health checks begin with it (``HEALTH_CHECK_RID_PREFIX`` in managers/utils.py)."""
 
 _CORRECT_DRAFTS = (
-    "num_correct_drafts_per_req_cpu",  # 0.5.12 and newer
+    "num_correct_drafts_per_req_cpu",  # 0.5.12 and newer; from 0.5.20 on without all of num_non_draft_tokens_per_req
     "num_accepted_drafts_per_req_cpu",  # 0.5.11
     "accept_length_per_req_cpu",  # 0.5.7 to 0.5.10
 )
+_COUNTERS = (
+    "spec_num_correct_drafts",  # 0.5.12 and newer
+    "spec_accepted_drafts",  # 0.5.11
+    "spec_accepted_tokens",  # 0.5.6 to 0.5.10
+)
+"""``Req``'s count of its accepted draft tokens so far, without bonus tokens."""
 
 
 class RowsBefore:
-    """The requests of a batch, looked at before SGLang processes the result.
+    """The requests of a batch, looked at before SGLang updates them.
 
     Attributes:
         requests: The batch's requests in row order.
@@ -32,10 +44,15 @@ class RowsBefore:
         health_checks: Rows that are health checks.
     """
 
-    __slots__ = ("health_checks", "lengths", "live", "requests")
+    __slots__ = ("_counted", "health_checks", "lengths", "live", "requests")
 
-    def __init__(self, requests: Sequence[Any]) -> None:
-        """Look at `requests` (SGLang ``Req`` objects); keep no reference beyond the result's processing."""
+    def __init__(self, requests: Sequence[Any], *, counters: bool = False) -> None:
+        """Look at `requests` (SGLang ``Req`` objects); keep no reference beyond the result's processing.
+
+        Args:
+            requests: In row order.
+            counters: Look at the requests' own counts too, for `drafts_of_requests`.
+        """
         self.requests = requests
         self.live = [request.finished_reason is None and not request.is_retracted for request in requests]
         self.lengths = [len(request.output_ids) for request in requests]
@@ -44,6 +61,7 @@ class RowsBefore:
             if self.live[row] and str(request.rid).startswith(HEALTH_CHECK_PREFIX):
                 self.live[row] = False
                 self.health_checks += 1
+        self._counted = [_counts(request) for request in requests] if counters else []
 
     def appended_tokens(self) -> int:
         """Return the output tokens that SGLang has appended since, after stop conditions.
@@ -67,25 +85,51 @@ class RowsBefore:
             alive and request.finished_reason is None for request, alive in zip(self.requests, self.live, strict=True)
         )
 
-    def acceptance(self, result: Any, *, drafted: bool = True) -> Acceptance:
-        """Return what was accepted, after SGLang has put the accept lengths of `result` on the host.
+    def updated(self) -> bool:
+        """Return whether SGLang has appended to any request since: V1 does so inside the worker."""
+        return any(
+            len(request.output_ids) > before for request, before in zip(self.requests, self.lengths, strict=True)
+        )
 
-        Args:
-            result: SGLang's ``GenerationBatchResult``.
-            drafted: False for plain decode: each live row is one token and nothing was drafted.
+    def drafts_of_requests(self) -> list[int] | None:
+        """Return accepted draft tokens per row by the requests' own counts; None when nothing was verified since.
+
+        Needs `counters`.
 
         Raises:
-            ValueError: The result has no accept lengths, or not one per row.
+            ValueError: The requests do not say, or a live one was not verified exactly once.
+        """
+        drafts, checks = [], []
+        for request, before in zip(self.requests, self._counted, strict=True):
+            now = _counts(request)
+            if before is None or now is None:
+                raise ValueError(f"a request has none of {', '.join(_COUNTERS)}")
+            checks.append(now[0] - before[0])
+            drafts.append(now[1] - before[1])
+        if not any(checks):
+            return None
+        for check, alive in zip(checks, self.live, strict=True):
+            if alive and check != 1:
+                raise ValueError(f"a request was verified {check} times in one cycle")
+        return drafts
+
+    def acceptance(self, drafts: Sequence[int]) -> Acceptance:
+        """Return what was accepted.
+
+        Args:
+            drafts: Accepted draft tokens per row, without the bonus token; not looked at when no row is live.
+
+        Raises:
+            ValueError: There is not one number per row, or a negative one.
         """
         live = self.live
         wasted = len(live) - sum(live) - self.health_checks
         if not any(live):
             excluded = "health_check" if self.health_checks else "no_live_row"
             return Acceptance(wasted_rows=wasted, excluded=excluded)
-        correct = correct_drafts(result) if drafted else [0] * len(live)
-        if len(correct) != len(live):
-            raise ValueError(f"{len(correct)} accept lengths for {len(live)} rows")
-        accepted = [count for count, alive in zip(correct, live, strict=True) if alive]
+        if len(drafts) != len(live):
+            raise ValueError(f"{len(drafts)} accept lengths for {len(live)} rows")
+        accepted = [count for count, alive in zip(drafts, live, strict=True) if alive]
         if min(accepted) < 0:
             raise ValueError(f"a negative number of accepted tokens: {min(accepted)}")
         return Acceptance(
@@ -99,14 +143,32 @@ class RowsBefore:
         )
 
 
-def correct_drafts(result: Any) -> Sequence[int]:
-    """Return accepted draft tokens per row, without the bonus token.
+def correct_drafts(result: Any) -> Sequence[int] | None:
+    """Return accepted draft tokens per row, without the bonus token; None when the result is of no verify.
+
+    Args:
+        result: SGLang's ``GenerationBatchResult`` after its processing, when the accept lengths are on the host.
 
     Raises:
-        ValueError: The result carries none of the fields that hold them.
+        ValueError: The accept lengths are still on the device, where reading them would wait for it.
     """
     for name in _CORRECT_DRAFTS:
         value = getattr(result, name, None)
         if value is not None:
             return value  # type: ignore[no-any-return]
-    raise ValueError(f"the result has none of {', '.join(_CORRECT_DRAFTS)}")
+    lengths = getattr(result, "accept_lens", None)
+    if lengths is None:
+        return None
+    # 0.5.6 leaves the lengths themselves only, the bonus token included.
+    if not lengths.is_cpu:
+        raise ValueError("the accept lengths are not on the host")
+    return [length - 1 for length in lengths.tolist()]
+
+
+def _counts(request: Any) -> tuple[int, int] | None:
+    """Return how often a request was verified and how many of its drafts were accepted, None when it does not say."""
+    for name in _COUNTERS:
+        tokens = getattr(request, name, None)
+        if tokens is not None:
+            return request.spec_verify_ct, tokens
+    return None

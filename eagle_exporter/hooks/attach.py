@@ -12,6 +12,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -47,46 +48,68 @@ class Patch:
                 setattr(owner, name, self._replacement)
 
 
-def resolve(target: str) -> tuple[Any, str, Any]:
+def resolve(target: str, cls: type | None = None) -> tuple[Any, str, Any]:
     """Return where a dotted target is defined: ``(owner, attribute name, raw attribute)``.
 
     Args:
-        target: ``package.module:name`` or ``package.module:Class.name``. A method is looked up along the class's MRO
-            in ``vars()``: ``getattr`` would bind it, and would hide whether the class itself defines it.
+        target: ``package.module:name`` or ``package.module:Class.name``. The class is the one that defines the method,
+            looked up in ``vars()``: ``getattr`` would bind it. One that it inherits is something else: were SGLang to
+            rename a method, its base's would be wrapped in its place (``DecodeCudaGraphRunner.execute`` for the draft
+            graph's, 0.5.14 to 0.5.23).
+        cls: The class that is used, which may be derived from the one that `target` names and override the method.
 
     Raises:
         Unresolved: The module, class or attribute does not exist.
     """
     module_name, _, path = target.partition(":")
+    *parents, name = path.split(".")
+    if module_name == "*":  # any class
+        if cls is None:
+            raise Unresolved(f"{target}: no class to look in")
+        return _method(cls, object, name, target)
     try:
         owner: Any = importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:  # a module of SGLang that fails is as good as none, and not ours to report
         raise Unresolved(f"{target}: cannot import {module_name} ({error})") from error
-    *parents, name = path.split(".")
     for parent in parents:
         if not hasattr(owner, parent):
             raise Unresolved(f"{target}: no {parent} in {module_name}")
         owner = getattr(owner, parent)
     if isinstance(owner, type):
-        for cls in owner.__mro__:
-            if name in vars(cls):
-                return cls, name, vars(cls)[name]
-    elif name in vars(owner):
+        return _method(cls or owner, owner, name, target)
+    if name in vars(owner):
         return owner, name, vars(owner)[name]
     raise Unresolved(f"{target}: no {name} in {'.'.join([module_name, *parents])}")
 
 
-def patch(target: str, wrap: Wrapper) -> Patch:
+def _method(cls: type, named: type, name: str, target: str) -> tuple[Any, str, Any]:
+    """Return where `cls` gets a method from, if that is `named` or derived from it."""
+    for base in cls.__mro__:
+        if name in vars(base):
+            if not issubclass(base, named):
+                raise Unresolved(f"{target}: no {name} in {class_name(named)}, only {class_name(base)} has one")
+            return base, name, vars(base)[name]
+    raise Unresolved(f"{target}: no {name} in {class_name(cls)}")
+
+
+def class_name(cls: type) -> str:
+    """Return ``module:Class``."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def patch(target: str, wrap: Wrapper, cls: type | None = None, reads: Sequence[str] = ()) -> Patch:
     """Wrap a function or method of SGLang.
 
     Args:
         target: See `resolve`.
         wrap: Takes the original, returns the replacement.
+        cls: See `resolve`.
+        reads: Parameters that the wrapper looks at.
 
     Raises:
-        Unresolved: The target does not exist, is no function, or is wrapped by us already.
+        Unresolved: The target does not exist, is no function, lacks one of the parameters, or is wrapped by us already.
     """
-    owner, name, raw = resolve(target)
+    owner, name, raw = resolve(target, cls)
     kind: Any = None
     function = raw
     if isinstance(raw, (staticmethod, classmethod)):
@@ -95,6 +118,9 @@ def patch(target: str, wrap: Wrapper) -> Patch:
         raise Unresolved(f"{target} is not a function")
     if hasattr(function, MARK):
         raise Unresolved(f"{target} is wrapped already")
+    missing = _missing_parameters(function, reads)
+    if missing:
+        raise Unresolved(f"{target} has no parameter {', '.join(missing)}")
     wrapper = wrap(function)
     functools.update_wrapper(wrapper, function)
     setattr(wrapper, MARK, function)
@@ -105,6 +131,19 @@ def patch(target: str, wrap: Wrapper) -> Patch:
     for place, attribute, _ in places:
         setattr(place, attribute, replacement)
     return Patch(target, places, replacement)
+
+
+def _missing_parameters(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
+    """Return which parameters a function does not have; one that takes any keyword may have all."""
+    if not names:
+        return []
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # written in C
+        return []
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return []
+    return [name for name in names if name not in parameters]
 
 
 def _other_names(owner: types.ModuleType, own: str, function: Any) -> list[tuple[Any, str, Any]]:

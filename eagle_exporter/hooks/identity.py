@@ -31,12 +31,14 @@ class Rank:
         pp_rank: Pipeline-parallel rank.
         dp_rank: Data-parallel rank, None without data parallelism.
         recording: This rank counts acceptance: attention-TP rank 0, attention-CP rank 0, last pipeline stage.
+        last_stage: It is of the last pipeline stage.
     """
 
     tp_rank: int
     pp_rank: int
     dp_rank: int | None
     recording: bool
+    last_stage: bool = True
 
 
 def argument(server_args: Any, name: str, default: Any = None) -> Any:
@@ -56,8 +58,8 @@ def argument(server_args: Any, name: str, default: Any = None) -> Any:
 def rank_of(scheduler: Any) -> Rank:
     """Return the rank of an initialised ``Scheduler``.
 
-    Ranks are on ``scheduler.ps`` in 0.5.16 to 0.5.20, on the scheduler itself before, and only in the runtime context
-    from 0.5.21 on.
+    Ranks are on the scheduler itself until 0.5.12, on ``scheduler.ps`` from 0.5.13 to 0.5.20, and only in the runtime
+    context from 0.5.21 on.
 
     Raises:
         ValueError: None of them knows the tensor-parallel rank.
@@ -81,6 +83,7 @@ def rank_of(scheduler: Any) -> Rank:
         pp_rank=pp_rank,
         dp_rank=read("dp_rank", None),
         recording=read("attn_tp_rank", 0) == 0 and read("attn_cp_rank", 0) == 0 and pp_rank == pp_size - 1,
+        last_stage=pp_rank == pp_size - 1,
     )
 
 
@@ -108,15 +111,22 @@ def common_labels(server: str, scheduler: Any, rank: Rank) -> dict[str, str]:
     }
 
 
-def num_steps_tiers(worker: Any, server_args: Any) -> tuple[int, ...]:
+def num_steps_tiers(worker: Any, server_args: Any, *, counts_steps: bool = True) -> tuple[int, ...]:
     """Return the step counts that the server can switch between, the configured one first.
+
+    Args:
+        worker: The speculative worker.
+        server_args: SGLang's arguments.
+        counts_steps: False for a worker that need not draft step by step (NGRAM, DFLASH): of it one token less than it
+            verifies is the most that can be accepted.
 
     Raises:
         ValueError: The configured step count cannot be read.
     """
-    configured = getattr(worker, "speculative_num_steps", None)
-    if configured is None:
-        configured = argument(server_args, "speculative_num_steps")
+    configured = _speculative(worker, server_args, "speculative_num_steps", "speculative_num_steps", None)
+    tokens = _speculative(worker, server_args, "speculative_num_draft_tokens", "speculative_num_draft_tokens", None)
+    if tokens is not None and (configured is None or not counts_steps):
+        configured = int(tokens) - 1
     if configured is None:
         raise ValueError("the number of draft steps is not known")
     tiers = [int(configured)]
@@ -140,16 +150,19 @@ def spec_config(
     """
     server_args = scheduler.server_args
     runner = _model_runner(scheduler)
-    draft_runner = getattr(getattr(worker, "draft_worker", None), "draft_runner", None)
+    draft = draft_side(worker)
+    draft_runner = next(iter(draft_runners(worker)), None)
     adaptive = bool(argument(server_args, "speculative_adaptive", False))
     graph = getattr(runner, "decode_cuda_graph_runner", None) or getattr(runner, "graph_runner", None)
-    draft_backend = getattr(getattr(worker, "draft_worker", None), "draft_attn_backend", None)
+    draft_backend = getattr(draft, "draft_attn_backend", None)
     facts = {
         "algorithm": argument(server_args, "speculative_algorithm") or "NONE",
         "hook_family": hook_family,
-        "num_steps": getattr(worker, "speculative_num_steps", 0) if worker is not None else 0,
-        "topk": getattr(worker, "topk", 0) if worker is not None else 0,
-        "num_draft_tokens": getattr(worker, "speculative_num_draft_tokens", 1) if worker is not None else 1,
+        "num_steps": _speculative(worker, server_args, "speculative_num_steps", "speculative_num_steps", 0),
+        "topk": _speculative(worker, server_args, "topk", "speculative_eagle_topk", 0),
+        "num_draft_tokens": _speculative(
+            worker, server_args, "speculative_num_draft_tokens", "speculative_num_draft_tokens", 1
+        ),
         "adaptive": adaptive,
         "attention_backend": _class_name(getattr(runner, "attn_backend", None)),
         "draft_attention_backend": _class_name(draft_backend or getattr(draft_runner, "attn_backend", None)),
@@ -174,6 +187,22 @@ def spec_config(
     digest = hashlib.sha256(json.dumps(moving, sort_keys=True).encode()).hexdigest()
     values["config_id"] = digest[:8]
     return tuple(values[name] for name in catalogue.SPEC_CONFIG_LABELS)
+
+
+def _speculative(worker: Any, server_args: Any, attribute: str, name: str, without: int | None) -> Any:
+    """Return a setting of speculation: from the worker, or the arguments where a pipeline stage has none.
+
+    Args:
+        worker: The speculative worker, None when there is none.
+        server_args: SGLang's arguments.
+        attribute: Of the worker.
+        name: Of the argument.
+        without: What it is without speculation.
+    """
+    value = getattr(worker, attribute, None)
+    if value is None and argument(server_args, "speculative_algorithm"):
+        value = argument(server_args, name)
+    return without if value is None else value
 
 
 def nccl_config() -> tuple[str, ...]:
@@ -222,18 +251,44 @@ def gpu() -> tuple[str, ...] | None:
     return (str(device), uuid, pci, str(properties.name))
 
 
+def draft_side(worker: Any) -> Any:
+    """Return the object that drafts: V2 has a draft worker inside its worker, a V1 worker drafts itself."""
+    draft = getattr(worker, "draft_worker", None)
+    return worker if draft is None else draft
+
+
+def draft_runners(worker: Any) -> list[Any]:
+    """Return the model runners of the draft: several for the multi-layer workers, none when not known."""
+    draft = draft_side(worker)
+    for name in ("draft_runner_list", "model_runner_list"):  # multi-layer V2, multi-layer V1
+        runners = getattr(draft, name, None)
+        if runners:
+            return list(runners)
+    for name in ("draft_runner", "draft_model_runner"):  # V2, V1
+        runner = getattr(draft, name, None)
+        if runner is not None:
+            return [runner]
+    return []
+
+
 def draft_memory_bytes(worker: Any) -> float | None:
     """Return the bytes of the draft model's parameters, None when not known.
 
-    Tensors shared with the target (embedding, lm_head) are counted once in the target, so not here.
+    Tensors shared with the target (embedding, lm_head) are counted once in the target, so not here; what the draft's
+    layers share among each other is counted once.
     """
-    runner = getattr(getattr(worker, "draft_worker", None), "draft_runner", None)
     target = getattr(getattr(worker, "target_worker", None), "model_runner", None)
-    model = getattr(runner, "model", None)
-    if model is None:
+    models = [runner.model for runner in draft_runners(worker) if getattr(runner, "model", None) is not None]
+    if not models:
         return None
-    shared = {p.data_ptr() for p in target.model.parameters()} if target is not None else set()
-    return float(sum(p.numel() * p.element_size() for p in model.parameters() if p.data_ptr() not in shared))
+    seen = {p.data_ptr() for p in target.model.parameters()} if target is not None else set()
+    total = 0
+    for model in models:
+        for p in model.parameters():
+            if p.data_ptr() not in seen:
+                seen.add(p.data_ptr())
+                total += p.numel() * p.element_size()
+    return float(total)
 
 
 def kv_pool_tokens(scheduler: Any) -> float | None:

@@ -1,8 +1,11 @@
-"""The entry point that SGLang (0.5.11 and newer) calls in each of its processes.
+"""The entry point that SGLang (0.5.11 and newer) calls in each of its processes, and ``launch`` in those of older ones.
 
 `register` only leaves two notes: when the module that launches schedulers is imported, wrap the launch; when the
 scheduler module is imported, wrap its constructor. The launch decides and tells the children through the
 environment; a scheduler without that word attaches nothing.
+
+Which hook points a scheduler gets depends on the worker class that it chooses while it is being made
+(`WorkerChoice`). They attach before that worker is made, since it captures the draft graph.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle_exporter import catalogue, settings
+from eagle_exporter import settings
 from eagle_exporter.control import Control
 from eagle_exporter.hooks import attach, identity, points
+from eagle_exporter.hooks.capture import Captures
 from eagle_exporter.hooks.draft_graph import DraftGraphEvents
 from eagle_exporter.hooks.session import Session
 from eagle_exporter.registry.layout import Layout, RankPlan, directory_name, file_name
@@ -81,11 +85,23 @@ def register() -> None:
 
 
 def _on_engine_imported() -> None:
-    _patch_quietly(points.LAUNCH_SCHEDULERS, _wrap_launch)
+    for target in points.LAUNCH_ANCHORS:
+        if _resolves(target):
+            _patch_quietly(target, _wrap_launch)
+            return
+    logger.warning("eagle-exporter: this SGLang is not measured: none of %s", ", ".join(points.LAUNCH_ANCHORS))
 
 
 def _on_scheduler_imported() -> None:
     _patch_quietly(points.SCHEDULER_INIT, _wrap_scheduler_init)
+
+
+def _resolves(target: str) -> bool:
+    try:
+        attach.resolve(target)
+    except attach.Unresolved:
+        return False
+    return True
 
 
 def _patch_quietly(target: str, wrap: attach.Wrapper) -> None:
@@ -99,15 +115,17 @@ def _patch_quietly(target: str, wrap: attach.Wrapper) -> None:
 
 # --- in the process that launches schedulers -------------------------------------------------------------
 def _wrap_launch(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _launch_scheduler_processes(cls: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any:
+    def launch(*args: Any, **kwargs: Any) -> Any:
         try:
+            # By name, or first after the class; a function (0.5.9 and older) has no class before it.
+            server_args = kwargs["server_args"] if "server_args" in kwargs else args[isinstance(args[0], type)]
             _before_launch(server_args)
         except Exception:
             os.environ.pop(ATTACH, None)
             logger.exception("eagle-exporter: not started; SGLang is not affected")
-        return original(cls, server_args, *args, **kwargs)
+        return original(*args, **kwargs)
 
-    return _launch_scheduler_processes
+    return launch
 
 
 def _before_launch(server_args: Any) -> None:
@@ -134,7 +152,7 @@ def _before_launch(server_args: Any) -> None:
 def _called_from_offline_engine() -> bool:
     """Return whether an ``Engine`` object is being made, rather than a server started.
 
-    A server calls ``Engine._launch_subprocesses`` on the class; only an offline script runs ``Engine.__init__``.
+    A server calls ``_launch_subprocesses`` without an engine; only an offline script runs ``Engine.__init__``.
     """
     frame = sys._getframe()
     while frame.f_back is not None:
@@ -199,17 +217,19 @@ def _wrap_scheduler_init(original: Callable[..., Any]) -> Callable[..., Any]:
         if not text:
             original(self, *args, **kwargs)
             return
-        session = hooks = None
+        choice = None
         try:
             session = Session()
             session.graph_events = draft_graph_events(settings.read())
-            hooks = attach_points(session)
+            choice = WorkerChoice(session)
+            choice.watch()
         except Exception:
             logger.exception("eagle-exporter: hooks stay off; SGLang is not affected")
         original(self, *args, **kwargs)
-        if session is None or hooks is None:
+        if choice is None:
             return
         try:
+            hooks = choice.settle(self)
             start_rank(session, hooks, self, Word.decode(text), settings.read())
         except RegistryError as error:
             logger.error("eagle-exporter: hooks stay off: %s", error)
@@ -225,7 +245,7 @@ class AttachedHooks:
 
     Attributes:
         family: The family that applies.
-        up: Hook -> attached at all of its points.
+        up: Hook -> attached at all of its points. A hook that the family has no point for is not in it.
         problems: Hook -> why not.
         patches: To undo.
     """
@@ -241,34 +261,122 @@ class AttachedHooks:
             patch.undo()
 
 
-def attach_points(session: Session, families: tuple[points.Family, ...] = points.FAMILIES) -> AttachedHooks:
-    """Wrap every hook point of the family that this SGLang belongs to; a missing one costs only its own series."""
-    family = _family(families)
-    hooks = AttachedHooks(family, dict.fromkeys(catalogue.HOOKS, True), {}, [])
-    seen = {point.hook for point in family.points} | {"identity"}
-    for hook in catalogue.HOOKS:
-        if hook not in seen:
-            hooks.up[hook] = False
-            hooks.problems[hook] = f"SGLang {family.versions} has nothing to attach it to"
-    for point in family.points:
+class WorkerChoice:
+    """Sees which worker class SGLang chooses, and attaches the hooks of its family before that worker is made.
+
+    0.5.8 and newer ask ``create_worker`` for the class. Where that does not exist (0.5.6 and 0.5.7 get the finished
+    worker from ``create_draft_worker``; a newer SGLang may have renamed it) the constructors of the known workers
+    are watched. What neither shows is read from the finished scheduler: only the steps inside a draft graph, which is
+    captured by then, are missed.
+    """
+
+    def __init__(self, session: Session) -> None:
+        """Attach to `session`."""
+        self.session = session
+        self.hooks: AttachedHooks | None = None
+        self._watches: list[attach.Patch] = []
+
+    def watch(self) -> None:
+        """Wait for the choice."""
+        for target in points.CREATE_WORKER:
+            self._watch(target, self._wrap_create_worker)
+        if self._watches:
+            return
+        workers = (*dict.fromkeys(family.worker for family in points.FAMILIES), *points.STANDALONE_WORKERS)
+        for worker in workers:
+            self._watch(f"{worker}.__init__", self._wrap_constructor)
+
+    def _watch(self, target: str, wrap: attach.Wrapper) -> None:
         try:
-            hooks.patches.append(attach.patch(point.target, session.wrapper(point.role)))
+            self._watches.append(attach.patch(target, wrap))
+        except attach.Unresolved as error:
+            logger.debug("eagle-exporter: not watched: %s", error)
+
+    def _wrap_create_worker(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def create_worker(*args: Any, **kwargs: Any) -> Any:
+            worker = original(*args, **kwargs)
+            self.chosen(worker)
+            return worker
+
+        return create_worker
+
+    def _wrap_constructor(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(worker: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it becomes the worker's
+            self.chosen(type(worker))
+            original(worker, *args, **kwargs)
+
+        return __init__
+
+    def chosen(self, worker: Any) -> None:
+        """Attach the hooks for a worker class; the first one counts. Never raises."""
+        if self.hooks is not None or not isinstance(worker, type):
+            return
+        try:
+            self.hooks = attach_points(self.session, worker)
+        except Exception:
+            logger.exception("eagle-exporter: hooks stay off; SGLang is not affected")
+
+    def settle(self, scheduler: Any) -> AttachedHooks:
+        """Stop waiting: the scheduler is made. Return what is attached."""
+        for watch in reversed(self._watches):
+            watch.undo()
+        worker = getattr(scheduler, "draft_worker", None)
+        if self.hooks is None and worker is not None:
+            self.chosen(type(worker))
+        if self.hooks is None:
+            self.hooks = attach_family(self.session, self._without_worker(scheduler), None)
+        return self.hooks
+
+    def _without_worker(self, scheduler: Any) -> points.Family:
+        if not identity.argument(scheduler.server_args, "speculative_algorithm"):
+            return points.PLAIN
+        # The stages of a pipeline before the last have no worker (0.5.21 and newer). Otherwise there is one that we
+        # cannot find, and the cycle's hook is down.
+        return points.GENERIC if identity.rank_of(scheduler).last_stage else points.STAGE
+
+
+def attach_points(
+    session: Session, worker: type, families: tuple[points.Family, ...] = points.FAMILIES
+) -> AttachedHooks:
+    """Wrap every hook point of the family that a worker class belongs to; a missing one costs only its own series.
+
+    Args:
+        session: Has the wrappers.
+        worker: The class that SGLang chose: a known worker, a subclass of one, or anything else.
+        families: What there is.
+    """
+    family = points.for_worker((attach.class_name(base) for base in worker.__mro__), _resolves, families)
+    if family is None:
+        family = points.GENERIC
+        logger.warning(
+            "eagle-exporter: the worker %s is of no known family: its cycles, their verify and what was accepted are "
+            "measured, and no other phase",
+            attach.class_name(worker),
+        )
+    return attach_family(session, family, worker)
+
+
+def attach_family(session: Session, family: points.Family, worker: type | None) -> AttachedHooks:
+    """Wrap every hook point of a family.
+
+    Args:
+        session: Has the wrappers.
+        family: The points.
+        worker: The class in which the points of the family's worker are looked up; None when there is none.
+    """
+    hooks = AttachedHooks(family, dict.fromkeys((*family.hooks, "identity"), True), {}, [])
+    for point in family.points:
+        of_worker = family.of_worker(point)
+        try:
+            if of_worker and worker is None:
+                raise attach.Unresolved(f"{point.target}: SGLang has made no speculative worker that can be found")
+            wrapper, cls = session.wrapper(point.role), worker if of_worker else None
+            hooks.patches.append(attach.patch(point.target, wrapper, cls, point.reads))
         except attach.Unresolved as error:
             hooks.up[point.hook] = False
             hooks.problems[point.hook] = str(error)
             logger.warning("eagle-exporter: hook %r is down: %s", point.hook, error)
     return hooks
-
-
-def _family(families: tuple[points.Family, ...]) -> points.Family:
-    for family in families:
-        try:
-            attach.resolve(family.probe)
-        except attach.Unresolved:
-            continue
-        return family
-    # An SGLang from the future: the newest family, whatever of it resolves.
-    return families[0]
 
 
 def start_rank(session: Session, hooks: AttachedHooks, scheduler: Any, word: Word, configured: Settings) -> None:
@@ -307,15 +415,15 @@ def start_rank(session: Session, hooks: AttachedHooks, scheduler: Any, word: Wor
         known["eagle_spec_config_info"] = spec_config
     if clock.name != "cuda_event":
         session.graph_events = None
-    step_source = draft_step_source(session, worker)
+    step_source = draft_step_source(session, worker) if hooks.up.get("draft_step") else "none"
     sample_every = "auto" if configured.sample_every is None else str(configured.sample_every)
     known["eagle_timing_info"] = (clock.name, step_source, sample_every)
     plan = RankPlan(
         labels=identity.common_labels(word.server, scheduler, rank),
         recording=rank.recording,
         histograms=rank.recording or configured.histograms == "all",
-        num_steps_tiers=identity.num_steps_tiers(worker, server_args) if worker is not None else (0,),
-        hooks=hooks.up,
+        num_steps_tiers=_tiers(hooks, worker, server_args),
+        hooks={**dict.fromkeys(hooks.family.knows, True), **hooks.up},
         clock=clock.name,
         duration_buckets=configured.buckets,
         infos={name: [values] for name, values in known.items()},
@@ -326,10 +434,13 @@ def start_rank(session: Session, hooks: AttachedHooks, scheduler: Any, word: Wor
     writer = RankWriter(path, Layout(plan), group=configured.group, hooks=hooks.problems)
     recorder = RankRecorder(writer)
     budget = Budget(configured.sample_every)
-    if not (hooks.up["cycle"] and hooks.up["accept"]):
+    if hooks.up.get("cycle") is False or hooks.up.get("accept") is False:
         budget.set_state("hooks_down")
-    session.plain_decode = worker is None
-    if not hooks.up["scheduler"]:
+    session.plain_decode = hooks.family is points.PLAIN
+    session.tail_draft = worker is not None and int(identity.argument(server_args, "pp_size", 1) or 1) > 1
+    if hooks.up.get("verify") is False:
+        session.steps_from_worker = True
+    if not hooks.up.get("scheduler"):
         session.do_not_wait()
     timer = CycleTimer(clock, recorder, budget)
     timer.graph_mean = step_source == "graph_mean"
@@ -345,14 +456,21 @@ def start_rank(session: Session, hooks: AttachedHooks, scheduler: Any, word: Wor
     control = guarded("the control file", lambda: Control(directory), None)
     recorder.start(hooks.up, budget.state)
     session.start(timer, recorder, budget, control, recording=rank.recording)
+    if control is not None:
+        leads = rank.tp_rank == rank.pp_rank == (rank.dp_rank or 0) == 0
+        every = configured.profile_every if leads else None
+        session.captures = Captures(
+            session, directory, path.stem, plan.labels, every=every, classes=configured.kernel_classes
+        )
     active[:] = [(session, hooks)]
     logger.info(
-        "eagle-exporter: measuring %s tp%s pp%s dp%s with the %s clock, hooks %s, into %s",
+        "eagle-exporter: measuring %s tp%s pp%s dp%s with the %s clock, hooks of family %s %s, into %s",
         word.server,
         rank.tp_rank,
         rank.pp_rank,
         rank.dp_rank or 0,
         clock.name,
+        hooks.family.name,
         "all up" if not hooks.problems else f"down: {', '.join(hooks.problems)}",
         path,
     )
@@ -361,6 +479,12 @@ def start_rank(session: Session, hooks: AttachedHooks, scheduler: Any, word: Wor
             "eagle-exporter: EAGLE_EXPORTER_CLOCK=sync empties the GPU's queue at every phase and costs 30 to 45 %% of "
             "throughput; it is for diagnosis only"
         )
+
+
+def _tiers(hooks: AttachedHooks, worker: Any, server_args: Any) -> tuple[int, ...]:
+    if worker is None:
+        return (0,)
+    return identity.num_steps_tiers(worker, server_args, counts_steps=hooks.family is not points.GENERIC)
 
 
 def make_clock(name: str) -> Clock:
@@ -393,11 +517,21 @@ def draft_step_source(session: Session, worker: Any) -> str:
     """Return where draft step times come from: the ``draft_step_source`` label."""
     if worker is None:
         return "none"
-    if getattr(getattr(worker, "draft_worker", None), "cuda_graph_runner", None) is None:
+    if getattr(identity.draft_side(worker), "cuda_graph_runner", None) is None:
         return "eager"
     if session.graph_events is not None and session.graph_events.graphs:
         return "graph_events"
     return "graph_mean"
 
 
-__all__ = ["ATTACH", "Word", "attach_points", "directory_name", "register", "server_name", "start_rank"]
+__all__ = [
+    "ATTACH",
+    "Word",
+    "WorkerChoice",
+    "attach_family",
+    "attach_points",
+    "directory_name",
+    "register",
+    "server_name",
+    "start_rank",
+]

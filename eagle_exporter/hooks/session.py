@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from time import perf_counter_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle_exporter.control import Control
-from eagle_exporter.hooks.acceptance import RowsBefore
+from eagle_exporter.hooks.acceptance import RowsBefore, correct_drafts
 from eagle_exporter.hooks.draft_graph import DraftGraphEvents
 from eagle_exporter.timing import cycle as kinds
 from eagle_exporter.timing.budget import Budget
 from eagle_exporter.timing.cycle import Acceptance, CycleRecord, CycleTimer
 from eagle_exporter.timing.recorder import RankRecorder
+
+if TYPE_CHECKING:
+    from eagle_exporter.hooks.capture import Captures
 
 logger = logging.getLogger("eagle_exporter")
 
@@ -32,6 +36,7 @@ FLUSH_NS = 200_000_000
 """Results wait no longer than this while the server is busy, and not at all once it is idle."""
 
 _IDLE = Acceptance(excluded="idle")
+_NO_DRAFTS = Acceptance(excluded="prefill_path")
 
 Function = Callable[..., Any]
 
@@ -50,8 +55,18 @@ class Session:
         self.budget = Budget()
         self.control: Control | None = None
         self.graph_events: DraftGraphEvents | None = None
+        self.captures: Captures | None = None
         self.recording = False
         self.plain_decode = False
+        self.rows_at_launch = False
+        """The worker may update the requests itself, so they are looked at before it."""
+        self.steps_from_worker = False
+        """The verify input is not seen (no hook `verify`): the worker says how many steps are in force."""
+        self.counts_no_steps = False
+        """The worker need not draft step by step (NGRAM, DFLASH): up to one token less than it verifies is accepted."""
+        self.tail_draft = False
+        """The next cycle is drafted at the end of this one (pipeline parallelism, 0.5.21 and newer)."""
+        self._launched: deque[tuple[CycleRecord, Sequence[Any]]] = deque(maxlen=kinds.MAX_PENDING)
         self._open = False
         self._logged: set[str] = set()
         self._idle_poll = 0.0
@@ -133,12 +148,13 @@ class Session:
 
     def _obey(self, commands: list[str]) -> None:
         words = [command.split()[0] for command in commands]
-        if self.budget.state == "hooks_down":
-            return
-        if "off" in words:
-            self.budget.set_state("off")
-        elif "on" in words:
-            self.budget.set_state("on")
+        if self.budget.state != "hooks_down":
+            if "off" in words:
+                self.budget.set_state("off")
+            elif "on" in words:
+                self.budget.set_state("on")
+        if self.captures is not None:
+            self.captures.obey(commands)
 
     # --- the cycle ---------------------------------------------------------------------------------------
     def _wrap_cycle(self, original: Function) -> Function:
@@ -150,11 +166,30 @@ class Session:
 
         return forward_batch_generation
 
+    def _wrap_cycle_v1(self, original: Function) -> Function:
+        """V1 updates the requests inside the cycle (``EagleVerifyInput.verify``), not when the result is processed."""
+        self.rows_at_launch = True
+        return self._wrap_cycle(original)
+
+    def _wrap_cycle_generic(self, original: Function) -> Function:
+        """A worker that nobody knows may be of either kind, and its verify input of any."""
+        self.steps_from_worker = self.counts_no_steps = True
+        return self._wrap_cycle_v1(original)
+
+    def _wrap_plain_cycle(self, original: Function) -> Function:
+        """Without speculation one forward of the target, with its sampling, is the whole cycle."""
+        return self._wrap_cycle(original)
+
+    def _wrap_plain_forward(self, original: Function) -> Function:
+        """Without speculation the model's forward is the target's, and sampling follows it."""
+        return self._plain_span("target_verify", kinds.TARGET_VERIFY, kinds.VERIFY_OVERHEAD)(original)
+
     def _measure(self, original: Function, worker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a worker's ``forward_batch_generation`` as one cycle or prefill."""
-        record = None
+        record = batch = None
         try:
-            record = self.begin_cycle(worker, args[0] if args else kwargs["batch"])
+            batch = args[0] if args else _batch_of(kwargs)
+            record = self.begin_cycle(worker, batch)
         except Exception:
             self.failed("cycle")
         if record is None:
@@ -168,7 +203,7 @@ class Session:
         finally:
             self._open = False
         try:
-            self.end_cycle(record, result)
+            self.end_cycle(record, result, worker, batch)
         except Exception:
             self.failed("cycle", record)
         return result
@@ -182,26 +217,45 @@ class Session:
             timer.interrupt()
             return None
         mode = batch.forward_mode
-        if mode.is_extend() or getattr(batch, "is_extend_in_batch", False):
-            # With data parallelism a decode rank takes the prefill path when another rank prefills.
-            return timer.open_prefill()
         if mode.is_idle():
             # An idle rank takes part in the collectives of the others; its result never has accept lengths.
             timer.interrupt()
             assert self.recorder is not None
             self.recorder.add_cycle(CycleRecord(0, 0, 0), _IDLE, None)
             return None
-        return timer.open(
-            len(batch.reqs),
-            getattr(worker, "speculative_num_steps", 0) or 0,
-            getattr(worker, "speculative_num_draft_tokens", 1) or 1,
-        )
+        if mode.is_extend():
+            return timer.open_prefill()
+        before = RowsBefore(batch.reqs, counters=True) if self.rows_at_launch else None
+        record = timer.open(len(batch.reqs), *self._steps_of(worker))
+        record.before = before
+        # With data parallelism a decode rank may take the prefill path when another rank prefills.
+        record.beside_prefill = getattr(batch, "is_extend_in_batch", False)
+        return record
 
-    def end_cycle(self, record: CycleRecord, result: Any) -> None:
+    def _steps_of(self, worker: Any) -> tuple[int, int]:
+        """Return the draft steps and the tokens verified per request by the worker's own word."""
+        if self.plain_decode:
+            return 0, 1
+        tokens = getattr(worker, "speculative_num_draft_tokens", None) or 1
+        steps = None if self.counts_no_steps else getattr(worker, "speculative_num_steps", None)
+        return int(tokens - 1 if steps is None else steps), int(tokens)
+
+    def end_cycle(self, record: CycleRecord, result: Any, worker: Any, batch: Any) -> None:
         """Close a cycle and let it travel on its result."""
-        assert self.timer is not None
-        self.timer.close(record)
+        timer = self.timer
+        assert timer is not None
+        timer.close(record)
+        if record.before is not None and not record.before.updated():
+            record.before = None
+        if record.beside_prefill and record.before is None and getattr(result, "accept_lens", None) is None:
+            # It took the prefill path: the next cycle does not follow a cycle.
+            timer.interrupt()
+        if self.steps_from_worker and not record.prefill:
+            # The step count may have been switched at the start of this cycle.
+            record.num_steps, record.num_draft_tokens = self._steps_of(worker)
         setattr(result, RECORD, record)
+        if self.tail_draft:
+            self._launched.append((record, batch.reqs[:]))
 
     def _abandon(self, record: CycleRecord) -> None:
         try:
@@ -214,26 +268,42 @@ class Session:
         def verify(worker: Any, *args: Any, **kwargs: Any) -> Any:
             if self._open and self.timer is not None:
                 try:
-                    self.note_verify(args[0] if args else kwargs["batch"])
+                    self.note_verify((args[0] if args else kwargs["batch"]).spec_info)
                 except Exception:
                     self.failed("verify")
             return original(worker, *args, **kwargs)
 
         return verify
 
-    def note_verify(self, batch: Any) -> None:
+    def _wrap_verify_v1(self, original: Function) -> Function:
+        """Until 0.5.11 V1 hands the verify input over beside the batch, which still has the draft's."""
+
+        def verify(worker: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._open and self.timer is not None:
+                try:
+                    verify_input = args[1] if len(args) > 1 else kwargs.get("spec_info")
+                    if verify_input is None:
+                        verify_input = (args[0] if args else kwargs["batch"]).spec_info
+                    self.note_verify(verify_input)
+                except Exception:
+                    self.failed("verify")
+            return original(worker, *args, **kwargs)
+
+        return verify
+
+    def note_verify(self, verify_input: Any) -> None:
         """Take the step count in force from the verify input: adaptive steps may have switched in this cycle."""
         timer = self.timer
         assert timer is not None
         record = timer.last_opened
         if record is None:
             return
-        verify_input = batch.spec_info
         record.num_steps = int(verify_input.spec_steps)
         record.num_draft_tokens = int(verify_input.draft_token_num)
         current = timer.current
         if current is not None and current.kinds[-1] == kinds.OTHER:
-            # No drafting in this cycle (zero steps): what happened since its start prepared the verify.
+            # No drafting in this cycle (zero steps, or drafted at the end of the last one): what happened since its
+            # start prepared the verify.
             timer.relabel(kinds.VERIFY_OVERHEAD)
 
     # --- spans in a cycle --------------------------------------------------------------------------------
@@ -378,19 +448,22 @@ class Session:
         if timer is not None and timer.current is not None:
             timer.current.draft_end = len(timer.current.kinds) - 1
 
-    def _wrap_draft_step(self, original: Function) -> Function:
-        # Without speculation the model's forward is the target's, and sampling follows it.
-        plain = self._plain_span("target_verify", kinds.TARGET_VERIFY, kinds.VERIFY_OVERHEAD)(original)
+    def _wrap_draft_whole(self, original: Function) -> Function:
+        """Draft steps that cannot be told apart, or that run no forward (the multi-layer workers)."""
+        return self._span("draft", self.enter_draft_whole, self.leave_draft)(original)
 
+    def enter_draft_whole(self, *_args: Any, **_kwargs: Any) -> None:
+        """All of the draft is one interval."""
+        self._mark(kinds.DRAFT_STEPS)
+
+    def _wrap_draft_step(self, original: Function) -> Function:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.plain_decode:
-                return plain(*args, **kwargs)
             result = original(*args, **kwargs)
             if self._draft_steps_left:
                 try:
                     self.end_draft_step()
                 except Exception:
-                    self.failed("draft")
+                    self.failed("draft_step")
             elif self.graph_events is not None and self.graph_events.capturing:
                 try:
                     self.graph_events.end_step()
@@ -407,7 +480,19 @@ class Session:
         self._mark(kinds.FIRST_DRAFT_STEP + self._draft_step if self._draft_steps_left else kinds.DRAFT_STEPS)
 
     def _wrap_draft_graph(self, original: Function) -> Function:
-        span = self._span("draft_graph", self.enter_draft_graph, self.leave_draft)(original)
+        """V2: the draft graph is launched right after its batch was prepared."""
+        return self._draft_graph(original, self.enter_draft_graph)
+
+    def _wrap_draft_graph_v1(self, original: Function) -> Function:
+        """V1 makes the draft's batch between addressing its slots and launching its graph."""
+        return self._draft_graph(original, self.enter_draft_whole)
+
+    def _wrap_draft_graph_whole(self, original: Function) -> Function:
+        """A draft graph whose steps are not told apart."""
+        return self._span("draft_graph", self.enter_draft_whole, self.leave_draft)(original)
+
+    def _draft_graph(self, original: Function, enter: Callable[..., None]) -> Function:
+        span = self._span("draft_graph", enter, self.leave_draft)(original)
 
         def execute(runner: Any, *args: Any, **kwargs: Any) -> Any:
             if self.graph_events is None or self.timer is None:
@@ -460,21 +545,23 @@ class Session:
     def _wrap_target_verify(self, original: Function) -> Function:
         def forward_batch_generation(*args: Any, **kwargs: Any) -> Any:
             timer = self.timer
-            if self.plain_decode and timer is not None and not self._open:
-                # Without speculation this is the whole cycle.
-                return self._measure(original, args[0], args[1:], kwargs)
-            # The same method serves prefill, which is no verify.
-            if timer is None or timer.current is None or not kwargs.get("is_verify"):
+            if timer is None or timer.current is None:
                 return original(*args, **kwargs)
+            # The same method serves prefill, which is no verify.
+            verify = kwargs.get("is_verify")
             try:
-                timer.launch_verify()
+                if verify:
+                    timer.launch_verify()
+                else:
+                    timer.launch_target()
             except Exception:
                 self.failed("target_verify")
             result = original(*args, **kwargs)
-            try:
-                timer.mark(kinds.VERIFY_OVERHEAD)
-            except Exception:
-                self.failed("target_verify")
+            if verify:
+                try:
+                    timer.mark(kinds.VERIFY_OVERHEAD)
+                except Exception:
+                    self.failed("target_verify")
             return result
 
         return forward_batch_generation
@@ -483,20 +570,59 @@ class Session:
         """For trees the accepted path is moved to the front of its slots."""
         return self._plain_span("kv_compact", kinds.KV_CACHE, kinds.VERIFY_OVERHEAD)(original)
 
+    def _wrap_kv_verify(self, original: Function) -> Function:
+        """V1 allocates the slots of the tokens to verify in every cycle."""
+        return self._plain_span("kv_prepare", kinds.KV_CACHE, kinds.VERIFY_OVERHEAD)(original)
+
+    def _wrap_kv_free(self, original: Function) -> Function:
+        """V1 frees, and for trees on pages moves, slots in the middle of accepting.
+
+        Also called while slots are addressed and outside cycles, where it belongs to what goes on around it.
+        """
+
+        def span(*args: Any, **kwargs: Any) -> Any:
+            timer = self.timer
+            if timer is None or timer.current is None:
+                return original(*args, **kwargs)
+            around = timer.current.kinds[-1]
+            inside = around in (kinds.VERIFY_OVERHEAD, kinds.SAMPLE_ACCEPT)
+            if inside:
+                try:
+                    timer.mark(kinds.KV_CACHE)
+                except Exception:
+                    self.failed("kv_compact")
+            result = original(*args, **kwargs)
+            if inside:
+                try:
+                    timer.mark(around)
+                except Exception:
+                    self.failed("kv_compact")
+            return result
+
+        return span
+
     def _wrap_draft_extend(self, original: Function) -> Function:
         """The draft model reads the accepted tokens (or, after a prefill, the prompt).
 
-        Nothing follows in the cycle: the cycle's last mark ends this phase.
+        Nothing follows in the cycle: the cycle's last mark ends this phase. Only the last stage of a pipeline drafts
+        for the next cycle in the rest of this one.
         """
 
         def draft_extend(*args: Any, **kwargs: Any) -> Any:
             timer = self.timer
-            if timer is not None and timer.current is not None:
+            if timer is None or timer.current is None:
+                return original(*args, **kwargs)
+            try:
+                timer.mark(kinds.DRAFT_EXTEND)
+            except Exception:
+                self.failed("draft_extend")
+            result = original(*args, **kwargs)
+            if self.tail_draft:
                 try:
-                    timer.mark(kinds.DRAFT_EXTEND)
+                    timer.mark(kinds.OTHER)
                 except Exception:
                     self.failed("draft_extend")
-            return original(*args, **kwargs)
+            return result
 
         return draft_extend
 
@@ -521,49 +647,91 @@ class Session:
     # --- the result --------------------------------------------------------------------------------------
     def _wrap_accept(self, original: Function) -> Function:
         def process_batch_result(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            rows = None
+            rows = record = None
             begin = perf_counter_ns()
             if self.recorder is not None:
                 try:
-                    rows = self.before_result(args[0] if args else kwargs["batch"])
+                    if self.budget.counting:
+                        batch = args[0] if args else kwargs["batch"]
+                        record = self.take_record(batch, args[1] if len(args) > 1 else kwargs["result"])
+                        rows = self.before_result(batch, record)
                 except Exception:
                     self.failed("accept")
             spent = perf_counter_ns() - begin
             returned = original(scheduler, *args, **kwargs)
             if rows is not None:
                 try:
-                    self.after_result(rows, args[1] if len(args) > 1 else kwargs["result"], spent)
+                    self.after_result(rows, record, args[1] if len(args) > 1 else kwargs["result"], spent)
                 except Exception:
                     self.failed("accept")
             return returned
 
         return process_batch_result
 
-    def before_result(self, batch: Any) -> RowsBefore | None:
+    def take_record(self, batch: Any, result: Any) -> CycleRecord | None:
+        """Return the cycle that a result is of, and leave nothing of ours on it."""
+        record: CycleRecord | None = getattr(result, RECORD, None)
+        if record is not None:
+            delattr(result, RECORD)
+        return self._take_launched(batch.reqs, record) if self.tail_draft else record
+
+    def _take_launched(self, requests: Sequence[Any], record: CycleRecord | None) -> CycleRecord | None:
+        """Return the cycle of a result that was made anew: the oldest launched with these very requests.
+
+        In a pipeline the last stage sends its result around all stages, itself included, which make another object of
+        it, and process it with a copy of the batch (``_pp_prep_batch_result`` in ``managers/scheduler_pp_mixin.py``,
+        0.5.21 to 0.5.23). Results come in the order of launches.
+        """
+        for i, (launched, rows) in enumerate(self._launched):
+            if launched is record or (
+                record is None
+                and len(rows) == len(requests)
+                and all(row is request for row, request in zip(rows, requests, strict=True))
+            ):
+                for _ in range(i + 1):
+                    self._launched.popleft()
+                return launched
+        return record
+
+    def before_result(self, batch: Any, record: CycleRecord | None) -> RowsBefore:
         """Look at the rows before SGLang updates their requests."""
-        if not self.budget.counting:
-            return None
+        if record is not None and record.before is not None:
+            # The worker has updated them already; these were looked at before it.
+            return record.before  # type: ignore[no-any-return]
         return RowsBefore(batch.reqs)
 
-    def after_result(self, rows: RowsBefore, result: Any, spent_ns: int) -> None:
+    def after_result(self, rows: RowsBefore, record: CycleRecord | None, result: Any, spent_ns: int) -> None:
         """Count what the result brought, and record every cycle that is complete."""
         begin = perf_counter_ns()
         recorder = self.recorder
         assert recorder is not None
         if self.recording:
             recorder.add_output_tokens(rows.appended_tokens())
-        record: CycleRecord | None = getattr(result, RECORD, None)
         if record is not None:
-            delattr(result, RECORD)
-            if record.prefill:
-                excluded = "health_check" if rows.health_checks and not any(rows.live) else None
-                self._results.append((record, Acceptance(excluded=excluded)))
-            else:
-                self._results.append((record, rows.acceptance(result, drafted=not self.plain_decode)))
+            self._results.append((record, self._acceptance(rows, record, result)))
         self._spent_ns += perf_counter_ns() - begin + spent_ns
         # After the last answer of an offline script nothing more may run here: its Engine kills the scheduler.
         if len(self._results) >= self._flush_results or begin > self._flush_at_ns or rows.all_ended():
             self.flush()
+
+    def _acceptance(self, rows: RowsBefore, record: CycleRecord, result: Any) -> Acceptance:
+        """Return what a result says of its cycle.
+
+        Raises:
+            ValueError: It does not say, or what it says cannot be.
+        """
+        if record.prefill:
+            return Acceptance(excluded="health_check" if rows.health_checks and not any(rows.live) else None)
+        if self.plain_decode:
+            return rows.acceptance([0] * len(rows.live))
+        if not any(rows.live):
+            return rows.acceptance(())
+        drafts = correct_drafts(result) if record.before is None else rows.drafts_of_requests()
+        if drafts is None:
+            if record.beside_prefill:
+                return _NO_DRAFTS
+            raise ValueError("a decode cycle brought no accept lengths")
+        return rows.acceptance(drafts)
 
     def flush(self) -> None:
         """Record every result that has arrived, and publish.
@@ -590,6 +758,8 @@ class Session:
         self._spent_ns = timer.host_ns = 0
         self.budget.spent(timing)
         recorder.commit()
+        if self.captures is not None:
+            self.captures.poll(traffic=bool(results))
 
     # --- the scheduler's loop ----------------------------------------------------------------------------
     def _wrap_scheduler(self, original: Function) -> Function:
@@ -621,6 +791,13 @@ class Session:
         if now - self._idle_poll > _IDLE_POLL_SECONDS:
             self._idle_poll = now
             self._poll_control()
+            if self.captures is not None and self.captures.current is not None:
+                self.captures.current.idle()
             changed = True
         if changed or self._results or timer.waiting:
             self.flush()
+
+
+def _batch_of(kwargs: dict[str, Any]) -> Any:
+    """Return the batch that was given by name; ``model_worker_batch`` is its name in V2 until 0.5.12."""
+    return kwargs["batch"] if "batch" in kwargs else kwargs["model_worker_batch"]

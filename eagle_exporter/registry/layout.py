@@ -41,6 +41,7 @@ MAX_HEADER_BYTES = 4 * 1024 * 1024
 MAX_SLOTS = 1_000_000
 FILE_SUFFIX = ".bin"
 CONTROL_FILE = "control"
+CAPTURES_DIRECTORY = "captures"
 
 assert HEADER.size == 64
 
@@ -72,7 +73,7 @@ class RankPlan:
         histograms: The rank exports the histograms of durations.
         num_steps_tiers: Step counts known at attach, the largest decides positions and steps. 0 is a tier without
             speculation.
-        hooks: Hook name -> attached.
+        hooks: Hook name -> attached; a hook that the worker has nothing for is not in it.
         clock: Name of the clock.
         duration_buckets: Upper bounds in seconds, strictly increasing, without +Inf.
         infos: Info family -> label values of each of its series; the first one is shown from the start.
@@ -159,7 +160,7 @@ class Layout:
             1 if family.metric.kind is not Kind.HISTOGRAM else len(family.bounds) + 3
             for family in self.families
             for values in family.series
-            if not _on_first_use(family.metric, values)
+            if not _on_first_use(family.metric, values, self.plan)
         )
 
     def initial_values(self) -> list[float]:
@@ -170,7 +171,7 @@ class Layout:
                 kind = family.metric.kind
                 if kind is Kind.INFO:
                     values.append(1.0 if i == 0 else math.nan)
-                elif kind is Kind.GAUGE or _on_first_use(family.metric, labels):
+                elif kind is Kind.GAUGE or _on_first_use(family.metric, labels, self.plan):
                     values.append(math.nan)
                 else:
                     values.extend([0.0] * family.width)
@@ -203,7 +204,9 @@ def context_length_index(tokens: int) -> int:
     return bisect_left(catalogue.CONTEXT_LENGTH_BOUNDS, tokens)
 
 
-def _on_first_use(metric: Metric, values: Sequence[str]) -> bool:
+def _on_first_use(metric: Metric, values: Sequence[str], plan: RankPlan) -> bool:
+    if metric.on_capture and not plan.recording:
+        return True
     return "num_steps" in metric.labels and values[metric.labels.index("num_steps")] == catalogue.OTHER_NUM_STEPS
 
 
@@ -221,6 +224,8 @@ def _series_of(metric: Metric, plan: RankPlan) -> Iterable[tuple[str, ...]]:
         return ()
     if not all(plan.hooks.get(hook, False) for hook in metric.hooks):
         return ()
+    if not all(plan.hooks.get(hook, True) for hook in metric.unless_down):
+        return ()
     if metric.acceptance and not plan.recording:
         return ()
     if metric.leader_histogram and not plan.histograms:
@@ -228,6 +233,8 @@ def _series_of(metric: Metric, plan: RankPlan) -> Iterable[tuple[str, ...]]:
     if metric.kind is Kind.INFO:
         return plan.infos.get(metric.name, ())
     if metric.name == "eagle_host_bound_cycles_total" and plan.clock != "cuda_event":
+        return ()
+    if metric.name == "eagle_verify_overhead_sampled_cycles_total" and not catalogue.parts_of(plan.hooks):
         return ()
     return _label_product(metric, plan)
 
@@ -246,12 +253,9 @@ def _values_of(metric: Metric, label: str, plan: RankPlan) -> Sequence[str]:
     if metric.name == "eagle_baseline_decode_seconds":
         return plan.baseline_batch_sizes
     if label == "phase":
-        attached = plan.hooks
-        return [
-            phase
-            for phase in catalogue.PHASES
-            if all(attached.get(hook, False) for hook in catalogue.PHASE_HOOKS[phase])
-        ]
+        return catalogue.phases_of(plan.hooks)
+    if label == "part":
+        return catalogue.parts_of(plan.hooks)
     if label == "num_steps":
         return plan.tier_labels
     if label == "position":

@@ -84,6 +84,7 @@ class RankSnapshot:
         inode: ``(st_dev, st_ino)``: tells one life of a rank from the next.
         families: Only families with at least one series that exists.
         catalogue_version: Version of the catalogue that the writer used.
+        hook_problems: Hook -> why it could not be attached, as the server's log says it.
     """
 
     path: Path
@@ -94,6 +95,7 @@ class RankSnapshot:
     inode: tuple[int, int]
     families: tuple[Family, ...]
     catalogue_version: str
+    hook_problems: dict[str, str]
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -237,6 +239,7 @@ class RegistryReader:
             inode=inode,
             families=tuple(families),
             catalogue_version=str(header.text.get("catalogue", "")),
+            hook_problems=_texts(header.text.get("hooks")),
         )
 
     def _header(self, path: Path, descriptor: int, status: os.stat_result) -> _Header:
@@ -273,10 +276,15 @@ class RegistryReader:
             raise UnusableFile("corrupt", f"{path}: header is not an object")
         labels = _parse_labels(path, parsed)
         families = _parse_families(path, parsed, slots)
-        parsed = {"catalogue": parsed.get("catalogue", ""), "": text}
+        parsed = {"catalogue": parsed.get("catalogue", ""), "hooks": parsed.get("hooks"), "": text}
         header = _Header(parsed, families, labels, offset, slots, created / 1e9)
         self._headers[inode] = header
         return header
+
+
+def _texts(value: object) -> dict[str, str]:
+    """Return a dictionary of texts, whatever another version has written in its place."""
+    return {str(key): str(text) for key, text in value.items()} if isinstance(value, dict) else {}
 
 
 def _read_values(path: Path, descriptor: int, header: _Header) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eagle_exporter import catalogue
 
@@ -74,10 +74,15 @@ class CycleRecord:
         draft_end: Number of the mark at which the draft steps end, 0 when there is none.
         step_seconds: Seconds of each draft forward from inside a CUDA graph, None when not read.
         host_bound: The device had finished the previous cycle before this one began; None when not known.
+        profiled: A kernel capture on some rank of the server disturbs it: not timed.
+        beside_prefill: Another rank prefills (DP attention); this one may take the prefill path with it.
+        before: What the hooks keep of the batch as it was launched.
     """
 
     __slots__ = (
         "acceptance",
+        "before",
+        "beside_prefill",
         "consecutive",
         "draft_end",
         "host_bound",
@@ -87,6 +92,7 @@ class CycleRecord:
         "parts",
         "prefill",
         "previous",
+        "profiled",
         "rows",
         "slot",
         "step_seconds",
@@ -99,12 +105,15 @@ class CycleRecord:
         self.num_steps = num_steps
         self.num_draft_tokens = num_draft_tokens
         self.prefill = prefill
+        self.profiled = False
         self.timed = False
         self.valid = True
         self.parts = False
         self.draft_end = 0
         self.consecutive = False
         self.host_bound: bool | None = None
+        self.beside_prefill = False
+        self.before: Any = None
         self.slot: Slot | None = None
         self.kinds: list[int] = []
         self.previous: CycleRecord | None = None
@@ -169,6 +178,7 @@ class CycleTimer:
         current: The timed cycle that is being launched; None most of the time, and then hooks do nothing.
         host_ns: Time spent in the timer, nanoseconds; whoever accounts for it sets it back to 0.
         graph_mean: Draft steps run inside one CUDA graph: a step is the mean over the draft forwards.
+        profiled: A kernel capture runs: what begins now is counted, and not timed.
     """
 
     def __init__(self, clock: Clock, recorder: RankRecorder, budget: Budget) -> None:
@@ -179,6 +189,7 @@ class CycleTimer:
         self.current: CycleRecord | None = None
         self.host_ns = 0
         self.graph_mean = False
+        self.profiled = False
         self._pending: deque[CycleRecord] = deque()
         self._last: CycleRecord | None = None
         self._consecutive = False
@@ -211,7 +222,9 @@ class CycleTimer:
         self._last = record
         self._consecutive = True
         self._append(record)
-        if self.budget.time_this_cycle():
+        if self.profiled:
+            record.profiled = True
+        elif self.budget.time_this_cycle():
             previous = record.previous
             if previous is not None and previous.slot is not None and self.clock.tells_host_bound:
                 # Asked before anything of this cycle is enqueued: if the device is through, it waits for us.
@@ -228,7 +241,7 @@ class CycleTimer:
         record = CycleRecord(0, 0, 0, prefill=True)
         self.interrupt()
         self._append(record)
-        if self.budget.timing:
+        if self.budget.timing and not self.profiled:
             self._start(record, TARGET_VERIFY)
         self.host_ns += perf_counter_ns() - begin
         return record
@@ -290,6 +303,16 @@ class CycleTimer:
                 begin = perf_counter_ns()
                 record.host_bound = self.clock.done(record.slot)
                 self.host_ns += perf_counter_ns() - begin
+            self.mark(TARGET_VERIFY)
+
+    def launch_target(self) -> None:
+        """The target model's forward over a prompt is about to be launched.
+
+        The first interval of a prefill is the target's already; where something came between (an idle draft, which a
+        prefilling rank runs for the others' sake under DP attention from 0.5.21 on), it begins here.
+        """
+        record = self.current
+        if record is not None and record.prefill and record.kinds[-1] != TARGET_VERIFY:
             self.mark(TARGET_VERIFY)
 
     def relabel(self, kind: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from eagle_exporter import catalogue
 from eagle_exporter.registry.layout import context_length_index
@@ -80,6 +80,8 @@ class RankRecorder:
         self._last_cycle = self._slot("eagle_last_cycle_timestamp_seconds")
         self._hook_host = self._slot("eagle_hook_host_seconds_total")
         self._kv_allocation = self._slot("eagle_kv_allocation_host_seconds_total")
+        self._captures = self._slots("eagle_kernel_captures_total", catalogue.CAPTURE_OUTCOMES)
+        self._profiled_cycles = self._slot("eagle_kernel_profiled_cycles_total")
         self._batch: dict[tuple[int, int], _BatchSlots] = {}
         self._hooks: dict[str, bool] = {}
 
@@ -131,6 +133,8 @@ class RankRecorder:
         values[self._num_draft_tokens] = record.num_draft_tokens
         self._add_acceptance(record, acceptance, batch)
         if times is None:
+            if record.profiled:
+                values[self._excluded["profiled"]] += 1.0
             return
         values[batch.timed] += 1.0
         for slot, seconds in zip(batch.phases, times.phases, strict=True):
@@ -208,6 +212,40 @@ class RankRecorder:
     def add_host_cost(self, seconds: float) -> None:
         """Count host time spent in the hooks."""
         self.values[self._hook_host] += seconds
+
+    def show_captures(self) -> None:
+        """Let the series of kernel captures exist, at 0 where they did not."""
+        for family in self.layout.families:
+            if family.metric.on_capture:
+                for slot in range(family.start, family.end):
+                    if math.isnan(self.values[slot]):
+                        self.values[slot] = 0.0
+
+    def add_capture(self, outcome: str) -> None:
+        """Count a kernel capture by how it ended."""
+        self.values[self._captures[outcome]] += 1.0
+
+    def add_kernels(self, cycles: int, phases: Mapping[str, Any]) -> None:
+        """Count what a completed kernel capture found.
+
+        Args:
+            cycles: Captured cycles.
+            phases: Phase -> ``seconds``, ``busy_seconds`` and ``classes`` (class -> seconds), as in a result.
+
+        Raises:
+            ValueError: A number is impossible; nothing is counted then.
+        """
+        found: list[tuple[int, float]] = [(self._profiled_cycles, float(cycles))]
+        for phase in catalogue.PHASES:
+            part = phases[phase]
+            found.append((self._slot("eagle_kernel_phase_seconds_total", phase), float(part["seconds"])))
+            found.append((self._slot("eagle_kernel_busy_seconds_total", phase), float(part["busy_seconds"])))
+            for name, seconds in part["classes"].items():
+                found.append((self._slot("eagle_kernel_seconds_total", phase, name), float(seconds)))
+        if not all(0.0 <= value < _LONGEST * 100 for _, value in found):
+            raise ValueError("a kernel capture has an impossible number of seconds")
+        for slot, value in found:
+            self.values[slot] += value
 
     def set_running_requests(self, count: int) -> bool:
         """Set the gauge of running requests; return whether it changed."""
