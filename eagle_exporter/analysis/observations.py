@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from eagle_exporter import catalogue
+from eagle_exporter.analysis.kernels import Captured
 from eagle_exporter.catalogue import Kind
 
 Labels = tuple[tuple[str, str], ...]
@@ -54,6 +55,10 @@ _COUNTERS = (
     "eagle_offered_tokens_per_pos_total",
     "eagle_accepted_tokens_per_pos_total",
     "eagle_host_bound_cycles_total",
+    "eagle_kernel_profiled_cycles_total",
+    "eagle_kernel_seconds_total",
+    "eagle_kernel_busy_seconds_total",
+    "eagle_kernel_phase_seconds_total",
 )
 _GAUGES = (
     "eagle_rank_up",
@@ -245,6 +250,8 @@ class Server:
         hooks_down: Hooks that are not attached on some rank.
         clock: How times were taken: cuda_event, host, sync; "" when not known.
         disagreements: Sentences about ranks that do not agree.
+        captured: What was captured of kernels, by tensor-parallel group and in it by rank, without ranks that have no
+            captured cycle; None when the ranks cannot tell.
 
     """
 
@@ -267,6 +274,7 @@ class Server:
     hooks_down: tuple[str, ...] = ()
     clock: str = ""
     disagreements: tuple[str, ...] = ()
+    captured: tuple[tuple[Captured, ...], ...] | None = None
 
     @property
     def topk(self) -> int | None:
@@ -288,12 +296,13 @@ class Server:
         return tuple(cell for cell in self.cells if cell.batch_size == batch_size)
 
 
-def observe(samples: Samples) -> tuple[Server, ...]:
+def observe(samples: Samples, captured_ago: Mapping[Labels, float] | None = None) -> tuple[Server, ...]:
     """Return every server that the samples speak of, sorted by name.
 
     Args:
         samples: Increases of counters (see `difference`; raw values are the increase since the start), and
             current values of gauges and info metrics. An info series of 0 was in force earlier.
+        captured_ago: Common labels of a rank, sorted by name -> seconds since its last capture of kernels, where known.
 
     """
     ranks: dict[str, dict[_RankKey, _RankValues]] = defaultdict(lambda: defaultdict(dict))
@@ -304,7 +313,8 @@ def observe(samples: Samples) -> tuple[Server, ...]:
             continue
         own = tuple((label, text) for label, text in pairs if label in catalogue.BY_NAME[name].labels)
         ranks[labels["server"]][_rank_of(labels)][name, own] = value
-    return tuple(_server(name, ranks[name]) for name in sorted(ranks))
+    ages = {_rank_of(dict(labels)): seconds for labels, seconds in (captured_ago or {}).items()}
+    return tuple(_server(name, ranks[name], ages) for name in sorted(ranks))
 
 
 def batch_size_bucket(text: str) -> str | None:
@@ -321,7 +331,7 @@ def _rank_of(labels: Mapping[str, str]) -> _RankKey:
     return tuple(labels.get(name, "") for name in catalogue.COMMON_LABELS)
 
 
-def _server(name: str, ranks: Mapping[_RankKey, _RankValues]) -> Server:
+def _server(name: str, ranks: Mapping[_RankKey, _RankValues], ages: Mapping[_RankKey, float]) -> Server:
     recording = {key: rank for key, rank in ranks.items() if any(metric == "eagle_drafts_total" for metric, _ in rank)}
     chosen = list(recording.values())
     cells = _cells(chosen)
@@ -361,6 +371,7 @@ def _server(name: str, ranks: Mapping[_RankKey, _RankValues]) -> Server:
         hooks_down=_hooks_down(ranks.values()),
         clock=clocks.pop() if len(clocks) == 1 else "",
         disagreements=_disagreements(ranks, recording),
+        captured=_captured(ranks, ages),
     )
 
 
@@ -391,6 +402,46 @@ def _cells(ranks: Iterable[_RankValues]) -> tuple[Cell, ...]:
     ]
     order = {batch_size: i for i, batch_size in enumerate(catalogue.BATCH_SIZES)}
     return tuple(sorted(cells, key=lambda cell: (order[cell.batch_size], cell.num_steps is None, cell.num_steps or 0)))
+
+
+def _captured(
+    ranks: Mapping[_RankKey, _RankValues], ages: Mapping[_RankKey, float]
+) -> tuple[tuple[Captured, ...], ...] | None:
+    groups: dict[_RankKey, list[Captured]] = defaultdict(list)
+    known = False
+    place = catalogue.COMMON_LABELS.index("tp_rank")
+    for key in sorted(ranks, key=_rank_order):
+        rank = ranks[key]
+        cycles = _values([rank], "eagle_kernel_profiled_cycles_total")
+        known = known or bool(cycles)
+        if not sum(cycles) > 0:
+            continue
+        kernels: dict[tuple[str, str], float] = {}
+        phases: dict[str, dict[str, float]] = {
+            "eagle_kernel_busy_seconds_total": {},
+            "eagle_kernel_phase_seconds_total": {},
+        }
+        for (metric, pairs), value in rank.items():
+            labels = dict(pairs)
+            if metric == "eagle_kernel_seconds_total":
+                kernels[labels.get("phase", ""), labels.get("kernel_class", "")] = value
+            elif metric in phases:
+                phases[metric][labels.get("phase", "")] = value
+        captured = Captured(
+            cycles=sum(cycles),
+            ranks=(_rank_name(key),),
+            kernel_seconds=kernels,
+            busy_seconds=phases["eagle_kernel_busy_seconds_total"],
+            phase_seconds=phases["eagle_kernel_phase_seconds_total"],
+            age=ages.get(key),
+        )
+        groups[key[:place] + key[place + 1 :]].append(captured)
+    return tuple(tuple(group) for group in groups.values()) if known else None
+
+
+def _rank_order(key: _RankKey) -> tuple[tuple[int, str], ...]:
+    """Sort ranks by number, 2 before 10."""
+    return tuple((int(text) if text.isdigit() else -1, text) for text in key)
 
 
 def _positions(ranks: Iterable[_RankValues]) -> tuple[Position, ...]:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from eagle_exporter import catalogue
+from eagle_exporter.analysis import kernels
 from eagle_exporter.analysis.baseline import Baseline, baseline_step, differences, measured_baseline
 from eagle_exporter.analysis.whatif import (
     FEW_CYCLES,
@@ -42,6 +43,21 @@ BASELINE_REMEDY = (
     "Give one: set EAGLE_EXPORTER_BASELINE_DECODE_SECONDS (for example 1=0.0111), or run SGLang once "
     "without speculation under EAGLE_EXPORTER_ENABLED=1, save it with 'eagle-exporter advise "
     "--save-baseline FILE', and call 'eagle-exporter advise --baseline FILE' here."
+)
+
+CAPTURE_REMEDY = (
+    "What verify consists of is not known: no kernels were captured. 'eagle-exporter profile' captures some."
+)
+
+CAPTURE_WORTH = 0.5
+"""From this share of verify in the cycle on, a capture is recommended."""
+
+REPLAY = "replay:"
+"""How the model name of a replay begins (``eagle-exporter demo --replay``)."""
+
+REPLAY_REMEDY = (
+    "A replay decodes nothing without speculation, so it can only be given: start it again with "
+    "EAGLE_EXPORTER_BASELINE_DECODE_SECONDS (for example 1=0.0046)."
 )
 
 _WIDTH = 80
@@ -83,6 +99,8 @@ class Advice:
         limit: Where speculation stops paying off; None when no speed-up is known.
         limit_sentence: The same as a sentence.
         notes: What holds for all batch sizes.
+        captured: What was captured of kernels on all ranks together; None without a capture.
+        inside: Sentences on what verify consists of.
 
     """
 
@@ -93,6 +111,8 @@ class Advice:
     limit: SwitchOff | None
     limit_sentence: str
     notes: tuple[str, ...]
+    captured: kernels.Captured | None = None
+    inside: tuple[str, ...] = ()
 
     @property
     def has_traffic(self) -> bool:
@@ -116,6 +136,7 @@ def advise(server: Server, saved: Baseline | None = None) -> Advice:
     ]
     limit = switch_off(speedups)
     outside, change = _outside(server, saved)
+    captured = kernels.pool(part for group in server.captured or () for part in group)
     return Advice(
         server=server,
         batches=batches,
@@ -124,6 +145,8 @@ def advise(server: Server, saved: Baseline | None = None) -> Advice:
         limit=limit,
         limit_sentence=_limit_sentence(limit, batches),
         notes=_server_notes(server, batches, saved),
+        captured=captured if captured.cycles > 0 else None,
+        inside=_inside(server),
     )
 
 
@@ -141,7 +164,7 @@ def _batch(server: Server, batch_size: str, saved: Baseline | None) -> BatchAdvi
         tiers=cells,
         answer=answer,
         verdict=_verdict(cell, answer),
-        steps=() if answer is None else _step_sentences(answer, server.topk),
+        steps=() if answer is None else _step_sentences(answer, server.topk, _remedy(server)),
         notes=_batch_notes(server, cell, cells, answer),
     )
 
@@ -188,7 +211,11 @@ def _verdict(cell: Cell, answer: WhatIf | None) -> str:
     return text.strip()
 
 
-def _step_sentences(answer: WhatIf, topk: int | None) -> tuple[str, ...]:
+def _remedy(server: Server) -> str:
+    return REPLAY_REMEDY if server.model_name.startswith(REPLAY) else BASELINE_REMEDY
+
+
+def _step_sentences(answer: WhatIf, topk: int | None, remedy: str) -> tuple[str, ...]:
     if topk is None:
         sentence = (
             "Other step counts are not predicted: topk is not known (eagle_spec_config_info is missing). "
@@ -216,7 +243,7 @@ def _step_sentences(answer: WhatIf, topk: int | None) -> tuple[str, ...]:
     elif answer.running.cost is not None and answer.baseline is None:
         sentences.append(
             "No best step count is named: without the time of a decode step of one token, what verify of "
-            f"fewer tokens costs is not known. Tokens per cycle hold. {BASELINE_REMEDY}"
+            f"fewer tokens costs is not known. Tokens per cycle hold. {remedy}"
         )
     else:
         sentences.append("No best step count is named: the time of a cycle is not known.")
@@ -343,6 +370,9 @@ def _server_notes(server: Server, batches: Sequence[BatchAdvice], saved: Baselin
     if saved is not None:
         notes.extend(differences(saved, server))
     notes.extend(_baseline_conflicts(server, saved))
+    shares = [share for batch in batches if (share := batch.cell.share(kernels.VERIFY)) is not None]
+    if server.captured == () and max(shares, default=0.0) >= CAPTURE_WORTH:
+        notes.append(CAPTURE_REMEDY)
     return tuple(notes)
 
 
@@ -374,6 +404,22 @@ def _outside(server: Server, saved: Baseline | None) -> tuple[tuple[str, ...], f
             text += "; how many it would hold without speculation a saved baseline can tell"
         sentences.append(f"{text}.")
     return tuple(sentences), change
+
+
+def _inside(server: Server) -> tuple[str, ...]:
+    drafts = sum(cell.drafts for cell in server.cells)
+    context = sum(cell.context_tokens for cell in server.cells)
+    speculating = (cell for cell in server.cells if cell.num_steps != 0)
+    verifies = [seconds for cell in speculating if (seconds := cell.phase(kernels.VERIFY))]
+    return kernels.findings(
+        server.captured or (),
+        facts=server.facts,
+        config=server.config,
+        host_bound_share=server.host_bound_share,
+        mean_context=context / drafts if drafts > 0 and context > 0 else None,
+        ordinary_verify=min(verifies, default=None),
+        gpu=server.clock != "host",
+    )
 
 
 def _limit_sentence(limit: SwitchOff | None, batches: Sequence[BatchAdvice]) -> str:
@@ -418,7 +464,26 @@ def to_json(advice: Advice) -> dict[str, Any]:
         "switch_off": None if advice.limit is None else asdict(advice.limit),
         "sentences": [*advice.outside, *([advice.limit_sentence] if advice.limit_sentence else [])],
         "notes": list(advice.notes),
+        "captured": None if advice.captured is None else _captured_json(advice.captured, advice.inside),
         "batches": [_batch_json(batch) for batch in advice.batches],
+    }
+
+
+def _captured_json(captured: kernels.Captured, inside: Sequence[str]) -> dict[str, Any]:
+    return {
+        "cycles": captured.cycles,
+        "ranks": list(captured.ranks),
+        "age_seconds": captured.age,
+        "phases": {
+            phase: {
+                "seconds": captured.phase(phase),
+                "idle_seconds": captured.idle(phase),
+                "kernel_classes": dict(captured.classes(phase)),
+            }
+            for phase in catalogue.PHASES
+            if captured.phase(phase)
+        },
+        "sentences": list(inside),
     }
 
 
@@ -471,6 +536,8 @@ def to_text(advice: Advice) -> str:
     lines += _wrap(_setup(server), "  ")
     for batch in advice.batches:
         lines += ["", *_batch_text(batch)]
+    if advice.captured is not None:
+        lines += _captured_text(advice.captured, advice.inside)
     rest = [*advice.outside, *([advice.limit_sentence] if advice.limit_sentence else [])]
     for title, sentences in (("Beyond the cycle", rest), ("Keep in mind", advice.notes)):
         if sentences:
@@ -539,6 +606,21 @@ def _cost_text(cell: Cell) -> list[str]:
         lines.append(f"    {phase:<16}{_ms(seconds):>12}{share:>8.1%}  {bar}")
     if cell.gap is not None:
         lines.append(f"    {'gap, outside it':<16}{_ms(cell.gap):>12}")
+    return lines
+
+
+def _captured_text(captured: kernels.Captured, inside: Sequence[str]) -> list[str]:
+    verify = captured.phase(kernels.VERIFY)
+    if not verify:
+        return []
+    lines = ["", *_wrap(f"Inside verify: {captured.evidence}; {_ms(verify)} each under the profiler", "", "  ")]
+    rows = captured.classes(kernels.VERIFY)
+    idle = captured.idle(kernels.VERIFY)
+    for name, seconds in [*rows, *([("idle", idle)] if idle is not None else [])]:
+        share = seconds / verify
+        lines.append(f"    {name:<16}{_ms(seconds):>12}{share:>8.1%}  {'#' * round(30 * min(1.0, share))}")
+    for sentence in inside:
+        lines += _wrap(sentence, "  - ", "    ")
     return lines
 
 

@@ -18,7 +18,7 @@ from eagle_exporter import __version__
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = ("serve", "demo", "top", "doctor", "advise", "assets", "off", "on")
+COMMANDS = ("serve", "launch", "demo", "top", "doctor", "advise", "assets", "off", "on", "profile")
 """Modules of this package, in the order in which ``--help`` shows them."""
 
 
@@ -40,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     modules = {name: importlib.import_module(f"{__name__}.{name}") for name in chosen}
     for module in modules.values():
         module.add_parser(subparsers)
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        hint = getattr(modules[args.command], "UNRECOGNIZED_HINT", "")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"\n{hint}" if hint else ""))
     try:
         return int(modules[args.command].run(args))
     except BrokenPipeError:

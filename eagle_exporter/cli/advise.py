@@ -24,6 +24,7 @@ from eagle_exporter import catalogue, settings
 from eagle_exporter.analysis import baseline as baselines
 from eagle_exporter.analysis import report
 from eagle_exporter.analysis.observations import (
+    Labels,
     Samples,
     SeriesKey,
     Server,
@@ -32,9 +33,10 @@ from eagle_exporter.analysis.observations import (
     observe,
     series_key,
 )
+from eagle_exporter.cli import captures
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from eagle_exporter.registry.reader import RegistrySnapshot
 
@@ -101,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         saved = _load_baseline(args.baseline)
-        servers = _choose(observe(_samples(args)), args.server)
+        servers = _choose(observe(*_source(args)), args.server)
         if args.save_baseline is not None:
             return _save_baseline(servers, args.save_baseline)
     except AdviseError as error:
@@ -125,7 +127,8 @@ def run(args: argparse.Namespace) -> int:
 # --- sources ------------------------------------------------------------------------------------------------
 
 
-def _samples(args: argparse.Namespace) -> Samples:
+def _source(args: argparse.Namespace) -> tuple[Samples, Mapping[Labels, float]]:
+    """Return the samples, and how long ago each rank was captured where that is known."""
     named = [
         name
         for name, value in (
@@ -143,7 +146,10 @@ def _samples(args: argparse.Namespace) -> Samples:
     if args.prometheus is not None:
         if args.interval is not None:
             raise AdviseError("--interval goes with a URL or --registry; for --prometheus use --window")
-        return prometheus_samples(args.prometheus, args.window or "1h", args.server)
+        window = args.window or "1h"
+        return prometheus_samples(args.prometheus, window, args.server), captured_ago(
+            args.prometheus, window, args.server
+        )
     interval = args.interval or 0.0
     if args.registry is not None:
         return _registry(args.registry, interval)
@@ -153,12 +159,13 @@ def _samples(args: argparse.Namespace) -> Samples:
         return _registry(configured.directory, interval)
     port = configured.listen.rpartition(":")[2]
     url = metrics_url(given or f"http://localhost:{port}")
-    return _twice(
+    samples = _twice(
         lambda: parse_exposition(
             _get(url, "is the exporter running there? Name another: eagle-exporter advise http://HOST:PORT"), url
         ),
         interval,
     )
+    return samples, _ages(samples, _captures_of(url))
 
 
 def _twice(read: Callable[[], Samples], interval: float) -> Samples:
@@ -169,7 +176,7 @@ def _twice(read: Callable[[], Samples], interval: float) -> Samples:
     return difference(first, read())
 
 
-def _registry(root: Path, interval: float) -> Samples:
+def _registry(root: Path, interval: float) -> tuple[Samples, Mapping[Labels, float]]:
     from eagle_exporter.registry.reader import RegistryReader
 
     if not root.exists():
@@ -183,7 +190,34 @@ def _registry(root: Path, interval: float) -> Samples:
             message = f"--registry {root}: {error.strerror}; give a registry root that can be read"
             raise AdviseError(message) from error
 
-    return _twice(read, interval)
+    samples = _twice(read, interval)
+    return samples, _ages(samples, captures.of_registry(root))
+
+
+def _captures_of(url: str) -> list[captures.Document]:
+    """Return the captures that an exporter tells of, whose metrics are at `url`; none when it does not."""
+    base = url.removesuffix("/metrics")
+    if base == url:  # a telemetry path of its own: the rest is at the root
+        parts = urllib.parse.urlsplit(url)
+        base = f"{parts.scheme}://{parts.netloc}"
+    try:
+        return captures.completed_in(json.loads(_get(base + captures.PATH, "")))
+    except (AdviseError, ValueError, RecursionError):
+        return []
+
+
+def _ages(samples: Samples, captured: Sequence[captures.Document]) -> dict[Labels, float]:
+    """Return how many seconds ago each rank of the samples was captured, where that is known."""
+    names = ("server", "model_name", "tp_rank", "pp_rank", "dp_rank")
+    known = {tuple(rank[name] for name in names): captures.age(rank) for rank in captured}
+    ages = {}
+    for name, labels in samples:
+        if name == "eagle_kernel_profiled_cycles_total":
+            own = dict(labels)
+            seconds = known.get(tuple(own.get(label, "") for label in names))
+            if seconds is not None:
+                ages[labels] = seconds
+    return ages
 
 
 def registry_samples(snapshot: RegistrySnapshot) -> dict[SeriesKey, float]:
@@ -259,16 +293,37 @@ def prometheus_samples(url: str, window: str, server: str | None = None) -> dict
     selector = "" if server is None else f"{{server={json.dumps(server)}}}"
     samples: dict[SeriesKey, float] = {}
     for name in needed_metrics():
-        kind = catalogue.BY_NAME[name].kind
+        metric = catalogue.BY_NAME[name]
+        kind, series = metric.kind, f"{name}{selector}"
         if kind is catalogue.Kind.COUNTER:
-            samples |= _query(base, name, f"increase({name}{selector}[{window}])")
+            expression = f"increase({series}[{window}])"
+            if metric.on_capture:
+                # increase() needs a sample before; these may appear with their first value.
+                expression = f"({expression} and {series} offset {window}) or last_over_time({series}[{window}])"
+            samples |= _query(base, name, expression)
             continue
-        now = _query(base, name, f"{name}{selector}")
-        earlier = _query(base, name, f"last_over_time({name}{selector}[{window}])")
+        now = _query(base, name, series)
+        earlier = _query(base, name, f"last_over_time({series}[{window}])")
         if now and kind is catalogue.Kind.INFO:
             earlier = dict.fromkeys(earlier, 0.0)
         samples |= earlier | now
     return samples
+
+
+def captured_ago(url: str, window: str, server: str | None = None) -> dict[Labels, float]:
+    """Return how many seconds ago the counters of each rank last grew by a capture, to about two minutes.
+
+    A rank whose series began with that capture is not in it: what was before is not known.
+
+    Raises:
+        AdviseError: Prometheus cannot be reached or refuses the query.
+
+    """
+    name = "eagle_kernel_profiled_cycles_total"
+    selector = "" if server is None else f"{{server={json.dumps(server)}}}"
+    grew = f"(increase({name}{selector}[2m]) > 0) * 0 + time()"
+    found = _query(_url(url).rstrip("/"), name, f"time() - max_over_time(({grew})[{window}:1m])")
+    return {labels: max(0.0, seconds) for (_, labels), seconds in found.items()}
 
 
 def _query(base: str, name: str, expression: str) -> dict[SeriesKey, float]:

@@ -8,6 +8,10 @@ from pathlib import Path
 
 from eagle_exporter import control, settings
 from eagle_exporter.registry.layout import CONTROL_FILE, directory_name
+from eagle_exporter.registry.reader import RegistryReader
+
+REPLAY = "replay:"
+"""How the model name of a replay begins (``eagle-exporter demo --replay``)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +27,7 @@ def switch(args: argparse.Namespace, command: str) -> int:
     """Write a command into the control files of the chosen servers.
 
     Returns:
-        0 when every chosen server has it, 1 when there is none, 2 when one could not be told.
+        0 when every chosen server has it, 1 when there is none, 2 when one could not be told or has no hooks.
     """
     try:
         root = args.dir or settings.read(strict=True).directory
@@ -32,12 +36,11 @@ def switch(args: argparse.Namespace, command: str) -> int:
         return 2
     directories = servers(root, args.server)
     if not directories:
+        hookless = without_hooks(root, args.server)
         wanted = f"server {args.server!r}" if args.server else "server"
-        print(
-            f"eagle-exporter {command}: no {wanted} under {root}; --dir or EAGLE_EXPORTER_DIR names another registry",
-            file=sys.stderr,
-        )
-        return 1
+        missing = f"no {wanted} under {root}; --dir or EAGLE_EXPORTER_DIR names another registry"
+        print(f"eagle-exporter {command}: {hookless or missing}", file=sys.stderr)
+        return 2 if hookless else 1
     failed = False
     for directory in directories:
         try:
@@ -52,6 +55,22 @@ def switch(args: argparse.Namespace, command: str) -> int:
             continue
         print(f"{directory.name}: {command}; eagle_timing_enabled shows it from the server's next cycle on")
     return 2 if failed else 0
+
+
+def without_hooks(root: Path, name: str | None) -> str:
+    """Return why servers that the registry does show take no commands; "" when it shows none of that name."""
+    try:
+        ranks = RegistryReader(root).read().ranks
+    except OSError:
+        return ""
+    shown = {rank.labels["server"]: rank.labels["model_name"] for rank in ranks}
+    chosen = {server: model for server, model in shown.items() if name in (None, server)}
+    if not chosen:
+        return ""
+    names = ", ".join(sorted(chosen))
+    if all(model.startswith(REPLAY) for model in chosen.values()):
+        return f"{names}: a replay of recorded cycles; there is no SGLang and no hook behind it that takes commands"
+    return f"{names}: no control file, so no hooks take commands; 'eagle-exporter doctor' says what is attached"
 
 
 def servers(root: Path, name: str | None) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from eagle_exporter.cli.serve import registry_root
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from rich.console import Console, RenderableType
@@ -24,6 +25,8 @@ WINDOWS = ("10s", "1m", "5m")
 _TIMEOUT_SECONDS = 5.0
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
 _ONCE_SECONDS = 2.0
+_CAPTURES_SECONDS = 5.0
+"""An exporter is asked for captures this often."""
 _COLORS = {
     "draft_steps": "yellow",
     "target_verify": "blue",
@@ -31,6 +34,20 @@ _COLORS = {
     "verify_overhead": "magenta",
     "kv_cache": "red",
     "other": "bright_black",
+}
+_KERNEL_COLORS = {
+    "allreduce_nccl": "red",
+    "allreduce_custom": "dark_orange3",
+    "collective": "yellow4",
+    "attention": "magenta",
+    "gemm": "blue",
+    "moe": "dark_cyan",
+    "norm": "green",
+    "sampling": "gold3",
+    "kv": "steel_blue",
+    "memcpy": "dark_sea_green4",
+    "other": "bright_black",
+    "idle": "grey23",
 }
 _STATES = {
     "live": ("live", "green"),
@@ -57,6 +74,9 @@ class Source(Protocol):
         Raises:
             SourceError: It cannot be had.
         """
+
+    def captures(self) -> list[Document]:
+        """Return the newest capture of kernels of each rank; none where they cannot be had."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -92,7 +112,8 @@ def run(args: argparse.Namespace) -> int:
     """Show the breakdown.
 
     Returns:
-        0; 1 when the numbers cannot be had at the first attempt; 2 for a wrong setting.
+        0; 1 when the numbers cannot be had at the first attempt, or with ``--once`` when there is no rank; 2 for a
+        wrong setting.
     """
     try:
         source: Source = _Exporter(args.url) if args.url else _Registry(registry_root(args.dir))
@@ -104,14 +125,25 @@ def run(args: argparse.Namespace) -> int:
         print(f"eagle-exporter top: {error}", file=sys.stderr)
         return 1
     if args.json:
-        return _print_json(source, document, once=args.once, interval=args.interval)
+        code = _print_json(source, document, once=args.once, interval=args.interval)
+        return code or _no_rank(document)
     from rich.console import Console
 
     console = Console(highlight=False)
     if args.once:
-        console.print(render(document, args.window, console.width))
-        return 0
+        console.print(render(document, args.window, console.width, captured=source.captures()))
+        return _no_rank(document)
     return _live(source, document, console, window=args.window, interval=args.interval)
+
+
+def _no_rank(document: Document) -> int:
+    """Return 1, and say so, when there is no rank to show; else 0."""
+    if document["servers"]:
+        return 0
+    registry = document["registry"]
+    why = registry["problem"] or f"no SGLang server writes to {registry['root']}"
+    print(f"eagle-exporter top: {_printable(why)}; 'eagle-exporter doctor' tells why", file=sys.stderr)
+    return 1
 
 
 def _interval(text: str) -> float:
@@ -143,7 +175,15 @@ def _live(source: Source, document: Document, console: Console, *, window: str, 
     ):
         while True:
             # Without colons in the way: the height is the terminal's, what does not fit is cut at the ranks.
-            live.update(render(document, window, console.width, height=console.height, problem=problem), refresh=True)
+            page = render(
+                document,
+                window,
+                console.width,
+                height=console.height,
+                problem=problem,
+                captured=source.captures(),
+            )
+            live.update(page, refresh=True)
             time.sleep(interval)
             try:
                 document, problem = source.read(), None
@@ -165,11 +205,17 @@ class _Registry:
         problem = root_problem(root)
         if problem:
             raise SourceError(f"registry root {problem}")
+        self._root = root
         self._windows = Windows(RegistryView(root))
 
     def read(self) -> Document:
         self._windows.sample()
         return dict(json.loads(self._windows.document()))
+
+    def captures(self) -> list[Document]:
+        from eagle_exporter.cli import captures
+
+        return captures.of_registry(self._root)
 
 
 class _Exporter:
@@ -187,7 +233,8 @@ class _Exporter:
             raise SourceError(f"{url} is no address; expected one like http://node-a:10077")
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         path = parts.path.rstrip("/").removesuffix("/api/v1/cycle")
-        self._url = f"{parts.scheme}://{host}{f':{port}' if port else ''}{path}/api/v1/cycle"
+        self._base = f"{parts.scheme}://{host}{f':{port}' if port else ''}{path}"
+        self._captures: tuple[float, list[Document]] = (-math.inf, [])
         self._headers = {"Accept": "application/json"}
         if parts.username is not None:
             import base64
@@ -196,31 +243,54 @@ class _Exporter:
             self._headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
 
     def read(self) -> Document:
+        document = self._get("/api/v1/cycle")
+        if not isinstance(document, dict) or "servers" not in document:
+            raise SourceError(f"{self._base} is no eagle-exporter")
+        return document
+
+    def captures(self) -> list[Document]:
+        from eagle_exporter.cli import captures
+
+        asked, found = self._captures
+        now = time.monotonic()
+        if now - asked >= _CAPTURES_SECONDS:
+            try:
+                found = captures.completed_in(self._get(captures.PATH))
+            except SourceError:  # an exporter that knows no captures, or one that read() will complain about
+                found = []
+            self._captures = (now, found)
+        return found
+
+    def _get(self, path: str) -> Any:
         import http.client
         import urllib.error
         import urllib.request
 
+        url = self._base + path
         # Only http and https get here, see above.
-        request = urllib.request.Request(self._url, headers=self._headers)  # noqa: S310
+        request = urllib.request.Request(url, headers=self._headers)  # noqa: S310
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:  # noqa: S310
-                document = json.loads(answer.read(_MAX_ANSWER_BYTES))
+                return json.loads(answer.read(_MAX_ANSWER_BYTES))
         except urllib.error.HTTPError as error:
             hint = " (a user and password go into the address: https://user:password@host:port)"
             raise SourceError(
-                f"{self._url} answered {error.code} {error.reason}{hint if error.code == 401 else ''}"
+                f"{url} answered {error.code} {error.reason}{hint if error.code == 401 else ''}"
             ) from error
         except (OSError, http.client.HTTPException) as error:
-            raise SourceError(f"{self._url} does not answer: {getattr(error, 'reason', None) or error}") from error
-        except ValueError as error:
-            raise SourceError(f"{self._url} is no eagle-exporter: {error}") from error
-        if not isinstance(document, dict) or "servers" not in document:
-            raise SourceError(f"{self._url} is no eagle-exporter")
-        return document
+            raise SourceError(f"{url} does not answer: {getattr(error, 'reason', None) or error}") from error
+        except (ValueError, RecursionError) as error:
+            raise SourceError(f"{url} is no eagle-exporter: {error}") from error
 
 
 def render(
-    document: Document, window: str, width: int, *, height: int | None = None, problem: str | None = None
+    document: Document,
+    window: str,
+    width: int,
+    *,
+    height: int | None = None,
+    problem: str | None = None,
+    captured: Sequence[Document] = (),
 ) -> RenderableType:
     """Return the breakdown as it is shown.
 
@@ -230,8 +300,15 @@ def render(
         width: Columns.
         height: Lines; ranks that do not fit are left out and counted. No limit when None.
         problem: Why the document is not the newest.
+        captured: Captures of kernels, of which the newest of each server is shown.
     """
     document = _printable(document)
+    for server in document["servers"]:
+        server["captured"] = max(
+            (one for one in captured if _printable(one["server"]) == server["server"]),
+            key=lambda one: float(one["capture"]["ended"]),
+            default=None,
+        )
     page = _page(document, window, width, problem, None)
     if height is None:
         return page
@@ -377,6 +454,8 @@ def _server(server: Document, window: str, width: int, ranks: Sequence[Document]
                 "yellow",
             )
         )
+    if server["captured"] is not None:
+        lines += _inside_verify(server["captured"], width)
     lines += [Text(""), _rank_table(ranks, window, wide=wide)]
     hidden = len(server["ranks"]) - len(ranks)
     if hidden:
@@ -393,14 +472,58 @@ def _bar(window: Document, width: int) -> RenderableType:
     shares = [(phase["phase"], phase["share"]) for phase in window["phases"] if phase["share"]]
     if not shares:
         return Text("no cycle in this window" if not window["cycles"] else "the cycle is not known", "bright_black")
-    columns = [max(1, int(share * width)) for _, share in shares]
+    return _shares_bar(shares, width, _COLORS)
+
+
+def _shares_bar(shares: Sequence[tuple[str, float]], width: int, colors: Mapping[str, str]) -> Text:
+    from rich.text import Text
+
+    # Kernels side by side may add up to more than the phase.
+    whole = max(1.0, sum(share for _, share in shares))
+    columns = [max(1, int(share / whole * width)) for _, share in shares]
     # What rounding left over, or took too much, goes to the longest.
     columns[columns.index(max(columns))] += width - sum(columns)
     bar = Text()
-    for (phase, share), count in zip(shares, columns, strict=True):
-        label = f" {phase} {_percent(share)}"
-        bar.append(label.ljust(count) if len(label) < count else " " * count, f"bold white on {_COLORS[phase]}")
+    for (name, share), count in zip(shares, columns, strict=True):
+        label = f" {name} {_percent(share)}"
+        bar.append(label.ljust(count) if len(label) < count else " " * count, f"bold white on {colors[name]}")
     return bar
+
+
+def _inside_verify(rank: Document, width: int) -> list[RenderableType]:
+    """Return what verify consisted of in a capture: a line of evidence, a bar, and the classes in words."""
+    from rich.text import Text
+
+    from eagle_exporter.analysis import kernels
+    from eagle_exporter.cli import captures
+
+    found = captures.captured(rank)
+    verify, idle = found.phase(kernels.VERIFY), found.idle(kernels.VERIFY)
+    if not verify or idle is None:
+        return []
+    what = "operators on the CPU, " if rank["capture"].get("device") == "cpu" else ""
+    classes = [*found.classes(kernels.VERIFY), ("idle", idle)]
+    words = Text()
+    room = width
+    for kernel_class, seconds in classes:
+        name = "idle under the profiler" if kernel_class == "idle" else kernel_class
+        figures = f"{_ms(1e3 * seconds)} ms {_percent(seconds / verify)}"
+        length = len(name) + 1 + len(figures)
+        if words:
+            # A line is broken between classes only.
+            between = "   " if room >= length + 3 else "\n"
+            words.append(between)
+            room = room - 3 if between == "   " else width
+        words.append(f"{name} ", "bright_black")
+        words.append(figures)
+        room -= length
+    head = f"inside verify: {what}{_printable(found.evidence)}"
+    return [
+        Text(""),
+        Text(head, "bright_black", overflow="ellipsis", no_wrap=True),
+        _shares_bar([(name, seconds / verify) for name, seconds in classes if seconds], width, _KERNEL_COLORS),
+        words,
+    ]
 
 
 def _phase_table(window: Document) -> RenderableType:

@@ -7,7 +7,7 @@ A recording is JSON, usually gzipped, by columns so that it stays small::
       "version": 1,
       "description": what it is, for people,
       "run": {gpu, sglang, torch, model, num_steps, topk, num_draft_tokens, and more},
-      "groups": [{"batch": requests sent together, "columns": {...}}, ...]
+      "groups": [{"batch": requests sent together, "columns": {...}, "other_ranks": [{...}, ...]}, ...]
     }
 
 ``run`` are the facts of the whole run (`Run`); ``model`` becomes ``model_name="replay:..."``. A group is one
@@ -24,6 +24,10 @@ has one entry per cycle; all times are whole nanoseconds:
     parts       the parts of the verify overhead, in the order of the catalogue; null where not measured
     phases      {phase: column} of device times; the cycle is their sum
     host        {phase: column} of times of the scheduler thread
+
+``columns`` are those of the first rank. ``other_ranks`` is there where several tensor-parallel ranks were recorded: for
+each further rank, in the order of their numbers, its own ``host_bound``, ``gap``, ``steps``, ``parts``, ``phases`` and
+``host`` of the same cycles. All groups hold the same number of ranks.
 
 A reader ignores keys it does not know and refuses another version. To convert the list of groups that a GPU run
 writes: ``python -m eagle_exporter.demo.recording RAW.json.gz OUT.json.gz``.
@@ -95,14 +99,10 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedCycle:
-    """One decode cycle; the names mean what they mean in the file, times are in seconds.
+class RankTimes:
+    """What one rank measured in a decode cycle; the names mean what they mean in the file, times are in seconds.
 
     Attributes:
-        rows: Requests launched.
-        accepted: Accepted draft tokens of each live row.
-        context: Tokens of each live row before the cycle.
-        wasted: Rows whose request had finished.
         host_bound: The GPU waited for the host; None where it is not known.
         phases: Device time of each phase of the catalogue.
         host: Scheduler-thread time of each.
@@ -111,10 +111,6 @@ class RecordedCycle:
         parts: Parts of the verify overhead, None where not measured.
     """
 
-    rows: int
-    accepted: tuple[int, ...]
-    context: tuple[int, ...]
-    wasted: int
     host_bound: bool | None
     phases: tuple[float, ...]
     host: tuple[float, ...]
@@ -126,6 +122,29 @@ class RecordedCycle:
     def cycle(self) -> float:
         """Duration of the cycle: its phases' sum."""
         return sum(self.phases)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCycle(RankTimes):
+    """One decode cycle, with the times of its first rank.
+
+    Attributes:
+        rows: Requests launched.
+        accepted: Accepted draft tokens of each live row.
+        context: Tokens of each live row before the cycle.
+        wasted: Rows whose request had finished.
+        other_ranks: Times of the further ranks that were recorded.
+    """
+
+    rows: int
+    accepted: tuple[int, ...]
+    context: tuple[int, ...]
+    wasted: int
+    other_ranks: tuple[RankTimes, ...] = ()
+
+    def rank(self, number: int) -> RankTimes:
+        """Return the times of a recorded rank."""
+        return self.other_ranks[number - 1] if number else self
 
 
 @dataclass(frozen=True)
@@ -154,6 +173,11 @@ class Recording:
     description: str
     run: Run
     groups: tuple[Group, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Tensor-parallel ranks that were recorded."""
+        return 1 + len(self.groups[0].cycles[0].other_ranks)
 
 
 # --- reading ---------------------------------------------------------------------------------------------
@@ -196,6 +220,9 @@ def parse(data: Any) -> Recording:
     batches = [group.batch for group in groups]
     if len(set(batches)) != len(batches):
         raise RecordingError(f"two groups have the same batch: {batches}")
+    ranks = {group.batch: 1 + len(group.cycles[0].other_ranks) for group in groups}
+    if len(set(ranks.values())) != 1:
+        raise RecordingError(f"the groups hold different numbers of ranks, by batch: {ranks}")
     return Recording(description, run, tuple(sorted(groups, key=lambda group: group.batch)))
 
 
@@ -249,21 +276,16 @@ def _parse_group(entry: Any, where: str, run: Run) -> Group:
     def column(name: str, check: Callable[[Any], bool]) -> list[Any]:
         return _column(columns, name, where, len(rows), check)
 
-    def by_phase(name: str) -> list[tuple[float, ...]]:
-        table = columns.get(name)
-        if not isinstance(table, dict):
-            raise RecordingError(f"{where}: column {name}: an object with one column per phase expected")
-        parts = [_column(table, phase, where, len(rows), _is_time, f"{name}.{phase}") for phase in catalogue.PHASES]
-        return [_seconds(values) for values in zip(*parts, strict=True)]
-
     accepted = column("accepted", _list_of(_is_count))
     context = column("context", _list_of(_is_count))
     wasted = column("wasted", _is_count)
-    host_bound = column("host_bound", lambda value: value is None or isinstance(value, bool))
-    gap = column("gap", lambda value: value is None or _is_time(value))
-    steps = column("steps", _list_of(_is_time))
-    parts = column("parts", lambda value: value is None or (_list_of(_is_time)(value) and len(value) == _PARTS))
-    phases, host = by_phase("phases"), by_phase("host")
+    first = _parse_times(columns, where, len(rows), run)
+    tables = entry.get("other_ranks", [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise RecordingError(f'{where}: "other_ranks": a list of objects expected')
+    others = [
+        _parse_times(table, f"{where}: rank {number}", len(rows), run) for number, table in enumerate(tables, start=1)
+    ]
     cycles = []
     for i in range(len(rows)):
         place = f"{where}: cycle {i}"
@@ -276,25 +298,54 @@ def _parse_group(entry: Any, where: str, run: Run) -> Group:
             raise RecordingError(f"{place}: {live} accept lengths, but {len(context[i])} context lengths")
         if max(accepted[i]) > run.num_steps:
             raise RecordingError(f"{place}: {max(accepted[i])} tokens accepted of {run.num_steps} steps")
-        if len(steps[i]) not in (0, run.num_steps - 1):
-            raise RecordingError(f"{place}: {len(steps[i])} draft forwards, {run.num_steps - 1} expected")
-        if sum(phases[i]) <= 0.0:
-            raise RecordingError(f"{place}: it took no time")
         cycles.append(
             RecordedCycle(
+                **{field.name: getattr(first[i], field.name) for field in fields(RankTimes)},
                 rows=rows[i],
                 accepted=tuple(accepted[i]),
                 context=tuple(context[i]),
                 wasted=wasted[i],
-                host_bound=host_bound[i],
-                phases=phases[i],
-                host=host[i],
-                gap=None if gap[i] is None else gap[i] * _NANOSECOND,
-                steps=_seconds(steps[i]),
-                parts=None if parts[i] is None else _seconds(parts[i]),
+                other_ranks=tuple(times[i] for times in others),
             )
         )
     return Group(batch, tuple(cycles))
+
+
+def _parse_times(columns: Mapping[str, Any], where: str, length: int, run: Run) -> list[RankTimes]:
+    """Return what one rank measured in each of `length` cycles."""
+
+    def column(name: str, check: Callable[[Any], bool]) -> list[Any]:
+        return _column(columns, name, where, length, check)
+
+    def by_phase(name: str) -> list[tuple[float, ...]]:
+        table = columns.get(name)
+        if not isinstance(table, dict):
+            raise RecordingError(f"{where}: column {name}: an object with one column per phase expected")
+        parts = [_column(table, phase, where, length, _is_time, f"{name}.{phase}") for phase in catalogue.PHASES]
+        return [_seconds(values) for values in zip(*parts, strict=True)]
+
+    host_bound = column("host_bound", lambda value: value is None or isinstance(value, bool))
+    gap = column("gap", lambda value: value is None or _is_time(value))
+    steps = column("steps", _list_of(_is_time))
+    parts = column("parts", lambda value: value is None or (_list_of(_is_time)(value) and len(value) == _PARTS))
+    phases, host = by_phase("phases"), by_phase("host")
+    for i in range(length):
+        place = f"{where}: cycle {i}"
+        if len(steps[i]) not in (0, run.num_steps - 1):
+            raise RecordingError(f"{place}: {len(steps[i])} draft forwards, {run.num_steps - 1} expected")
+        if sum(phases[i]) <= 0.0:
+            raise RecordingError(f"{place}: it took no time")
+    return [
+        RankTimes(
+            host_bound=host_bound[i],
+            phases=phases[i],
+            host=host[i],
+            gap=None if gap[i] is None else gap[i] * _NANOSECOND,
+            steps=_seconds(steps[i]),
+            parts=None if parts[i] is None else _seconds(parts[i]),
+        )
+        for i in range(length)
+    ]
 
 
 def _column(
@@ -339,7 +390,8 @@ def convert(raw: Any, *, description: str = DESCRIPTION, **facts: Any) -> dict[s
 
     Args:
         raw: ``[{"batch": n, "cycles": [{rows, num_steps, num_draft_tokens, accepted, context, wasted, host_bound,
-            cycle, phases, host, gap, steps, parts}, ...]}, ...]``, times in seconds.
+            cycle, phases, host, gap, steps, parts}, ...]}, ...]``, times in seconds. Where several ranks were recorded,
+            a group's ``other_ranks`` is a list with such a list of cycles for each further rank.
         description: What it is.
         facts: Facts of the run (`Run`); ``num_steps`` and ``num_draft_tokens`` come from the cycles.
 
@@ -356,8 +408,16 @@ def convert(raw: Any, *, description: str = DESCRIPTION, **facts: Any) -> dict[s
             settings |= {(cycle["num_steps"], cycle["num_draft_tokens"]) for cycle in cycles}
             for i, cycle in enumerate(cycles):
                 _check_closure(cycle, f"group {number}: cycle {i}")
-            columns = _columns(cycles)
+            columns = {
+                **{name: [cycle[name] for cycle in cycles] for name in ("rows", "accepted", "context", "wasted")},
+                **_time_columns(cycles),
+            }
             groups.append({"batch": group["batch"], "columns": columns})
+            others = group.get("other_ranks", [])
+            for rank, theirs in enumerate(others, start=1):
+                _check_same_cycles(cycles, theirs, f"group {number}: rank {rank}")
+            if others:
+                groups[-1]["other_ranks"] = [_time_columns(theirs) for theirs in others]
         except (KeyError, TypeError, IndexError) as error:
             raise RecordingError(f"group {number}: not as a GPU run writes it: {error!r}") from error
     if len(settings) != 1:
@@ -380,12 +440,22 @@ def _check_closure(cycle: Mapping[str, Any], place: str) -> None:
         raise RecordingError(f"{place}: phases sum to {sum(cycle['phases'])!r} s, the cycle is {cycle['cycle']!r}")
 
 
-def _columns(cycles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _check_same_cycles(cycles: Sequence[Any], theirs: Sequence[Any], where: str) -> None:
+    """Ranks of a group run the same cycles, and only then can they be put side by side."""
+    if len(theirs) != len(cycles):
+        raise RecordingError(f"{where}: {len(theirs)} cycles, {len(cycles)} of the first rank")
+    for i, (mine, other) in enumerate(zip(cycles, theirs, strict=True)):
+        _check_closure(other, f"{where}: cycle {i}")
+        if other["rows"] != mine["rows"] or list(other["accepted"]) != list(mine["accepted"]):
+            raise RecordingError(f"{where}: cycle {i} is not that of the first rank")
+
+
+def _time_columns(cycles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def by_phase(name: str) -> dict[str, list[int]]:
         return {phase: [_nanoseconds(cycle[name][i]) for cycle in cycles] for i, phase in enumerate(catalogue.PHASES)}
 
     return {
-        **{name: [cycle[name] for cycle in cycles] for name in ("rows", "accepted", "context", "wasted", "host_bound")},
+        "host_bound": [cycle["host_bound"] for cycle in cycles],
         "gap": [None if cycle["gap"] is None else _nanoseconds(cycle["gap"]) for cycle in cycles],
         "steps": [[_nanoseconds(step) for step in cycle["steps"] or ()] for cycle in cycles],
         "parts": [
@@ -439,7 +509,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recording = load(args.out)
     cycles = sum(len(group.cycles) for group in recording.groups)
     batches = ", ".join(str(group.batch) for group in recording.groups)
-    print(f"{args.out}: {cycles} cycles at batch {batches}, {args.out.stat().st_size / 1000:.0f} kB")
+    size = f"{args.out.stat().st_size / 1000:.0f} kB"
+    print(f"{args.out}: {cycles} cycles at batch {batches}, of {recording.ranks} rank(s), {size}")
     return 0
 
 

@@ -5,8 +5,9 @@
 record locks that it holds itself, so whoever wants ranks that are alive uses `Replay`; all ranks of a server live in
 its one process. Run as a program, this is that process.
 
-Rank 0 shows the recorded times as they are. Further ranks are derived from it: the all-reduce of tensor parallelism
-makes their device times equal but for a twentieth of a percent, their host times and gaps differ a little.
+Ranks that were recorded show their times as they are. Further ranks take their places in turn and are derived from
+them: the all-reduce of tensor parallelism makes their device times equal but for a twentieth of a percent, their host
+times and gaps differ a little.
 What the recording does not hold is not made up: prefill times, KV allocation and the draft model's memory stay at 0
 or absent. ``eagle_hook_host_seconds_total`` is the time that the recorder really takes here.
 
@@ -32,12 +33,11 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_exporter import catalogue, settings
 from eagle_exporter.demo import recording as recordings
-from eagle_exporter.demo.recording import Group, RecordedCycle, Recording, RecordingError
+from eagle_exporter.demo.recording import Group, RankTimes, RecordedCycle, Recording, RecordingError
 from eagle_exporter.registry.layout import Layout, RankPlan, file_name
 from eagle_exporter.registry.writer import RankWriter, RegistryError, clear_stale_files, server_directory
 from eagle_exporter.timing.cycle import (
     DRAFT_STEPS,
-    TARGET_VERIFY,
     VERIFY_OVERHEAD,
     Acceptance,
     CycleRecord,
@@ -79,7 +79,7 @@ class Faults:
         acceptance_factor: How many times more (or fewer) draft tokens are accepted, at most all of them.
         slow_rank: A rank whose host is slow, None for none. Its host times grow by `host_factor`; where its host then
             needs longer than cycle and gap together, its GPU waits in a longer gap, the cycle counts as host-bound,
-            and the other ranks wait for it in the all-reduce, in their target verify.
+            and the other ranks wait for it in their first collective of the cycle, in the draft's first forward.
         host_factor: How many times longer the slow rank's host takes.
         idle: No request runs.
         dead_ranks: Ranks whose process has ended. A rank that is to live again takes a restart of all.
@@ -151,6 +151,8 @@ def _whole(name: str, value: Any, low: int, high: int) -> int:
 @dataclass
 class _Rank:
     number: int
+    recorded: int
+    """The recorded rank whose times it shows."""
     recorder: RankRecorder
     host_factor: float
     host_cost: float = 0.0
@@ -210,8 +212,9 @@ class ReplayServer:
             for number in range(ranks):
                 if number not in dead_ranks:
                     recorder = self._start_rank(number, server, configured)
-                    spread = self._random.uniform(-_HOST_SPREAD, _HOST_SPREAD) if number else 0.0
-                    self._alive.append(_Rank(number, recorder, 1.0 + spread))
+                    derived = number >= recording.ranks
+                    spread = self._random.uniform(-_HOST_SPREAD, _HOST_SPREAD) if derived else 0.0
+                    self._alive.append(_Rank(number, number % recording.ranks, recorder, 1.0 + spread))
         except BaseException:
             self.close()
             raise
@@ -254,51 +257,55 @@ class ReplayServer:
     def play(self, recorded: RecordedCycle, faults: Faults = NO_FAULTS) -> float:
         """Count one cycle on every rank that lives, without publishing it; returns the seconds it takes."""
         self._idle = False
-        steps = self.num_steps
+        accepted: Sequence[int] = recorded.accepted
+        if self.num_steps != self.recording.run.num_steps:
+            accepted = [min(count, self.num_steps) for count in accepted]
+        if faults.acceptance_factor != 1.0:
+            accepted = [self._scale(count, faults.acceptance_factor) for count in accepted]
+        # As long as it takes on the first rank: the ranks of a group run in step.
+        took = sum(self._device_times(recorded, faults)[0]) + (recorded.gap or 0.0)
+        waiting = 0.0
+        if faults.slow_rank is not None and faults.slow_rank < self.ranks:
+            slow = recorded.rank(faults.slow_rank % self.recording.ranks)
+            if slow.gap is not None:
+                waiting = max(0.0, sum(slow.host) * faults.host_factor - took)
+        for rank in self._alive:
+            begin = time.perf_counter()
+            self._play_on(rank, recorded, accepted, faults, waiting)
+            rank.host_cost += time.perf_counter() - begin
+        return took + waiting
+
+    def _device_times(
+        self, recorded: RankTimes, faults: Faults
+    ) -> tuple[list[float], Sequence[float], Sequence[float] | None]:
+        """Return the seconds of the phases, the draft forwards and the parts of the verify overhead on one rank."""
         phases = list(recorded.phases)
         forwards: Sequence[float] = recorded.steps
         parts = recorded.parts
-        accepted: Sequence[int] = recorded.accepted
+        steps = self.num_steps
         if steps != self.recording.run.num_steps:
             share = (steps - 1) / max(1, self.recording.run.num_steps - 1)
             phases[DRAFT_STEPS] *= share
             forwards = [sum(forwards) / len(forwards)] * (steps - 1) if forwards else ()
-            accepted = [min(count, steps) for count in accepted]
         if faults.phase_factors:
             factors = [faults.phase_factors.get(phase, 1.0) for phase in catalogue.PHASES]
             phases = [seconds * factor for seconds, factor in zip(phases, factors, strict=True)]
             forwards = [seconds * factors[DRAFT_STEPS] for seconds in forwards]
             parts = None if parts is None else tuple(part * factors[VERIFY_OVERHEAD] for part in parts)
-        if faults.acceptance_factor != 1.0:
-            accepted = [self._scale(count, faults.acceptance_factor) for count in accepted]
-        took = sum(phases) + (recorded.gap or 0.0)
-        waiting = 0.0
-        if faults.slow_rank is not None and faults.slow_rank < self.ranks and recorded.gap is not None:
-            waiting = max(0.0, sum(recorded.host) * faults.host_factor - took)
-        for rank in self._alive:
-            begin = time.perf_counter()
-            self._play_on(rank, recorded, phases, forwards, parts, accepted, faults, waiting)
-            rank.host_cost += time.perf_counter() - begin
-        return took + waiting
+        return phases, forwards, parts
 
     def _play_on(
-        self,
-        rank: _Rank,
-        recorded: RecordedCycle,
-        phases: Sequence[float],
-        forwards: Sequence[float],
-        parts: Sequence[float] | None,
-        accepted: Sequence[int],
-        faults: Faults,
-        waiting: float,
+        self, rank: _Rank, cycle: RecordedCycle, accepted: Sequence[int], faults: Faults, waiting: float
     ) -> None:
+        recorded = cycle.rank(rank.recorded)
+        phases, forwards, parts = self._device_times(recorded, faults)
         device, host, gap = 1.0, 1.0, recorded.gap
-        if rank.number:
+        if rank.number >= self.recording.ranks:
             device += self._random.uniform(-_DEVICE_NOISE, _DEVICE_NOISE)
             host = rank.host_factor * (1.0 + self._random.uniform(-_HOST_NOISE, _HOST_NOISE))
             gap = None if gap is None else gap * host
         times = [seconds * device for seconds in phases]
-        record = CycleRecord(recorded.rows, self.num_steps, self.num_draft_tokens)
+        record = CycleRecord(cycle.rows, self.num_steps, self.num_draft_tokens)
         record.timed = True
         record.host_bound = recorded.host_bound
         if rank.number == faults.slow_rank:
@@ -306,11 +313,12 @@ class ReplayServer:
             if waiting and gap is not None:
                 gap += waiting
                 record.host_bound = True
-        else:
-            times[TARGET_VERIFY] += waiting
+        elif waiting:
+            times[DRAFT_STEPS] += waiting
+            forwards = [forwards[0] + waiting, *forwards[1:]] if forwards else forwards
         rank.recorder.add_cycle(
             record,
-            Acceptance(accepted, recorded.context, recorded.wasted),
+            Acceptance(accepted, cycle.context, cycle.wasted),
             PhaseTimes(
                 cycle=sum(times),
                 phases=times,

@@ -75,6 +75,10 @@ def meta_accept_histogram(meta_info: Mapping[str, Any]) -> list[int]:
     return []
 
 
+LAUNCH = ("-m", "eagle_exporter", "launch", "--")
+"""``eagle-exporter launch``, for SGLang that loads no plugins: see `SGLangServer`'s ``launcher``."""
+
+
 class SGLangServer:
     """``python -m sglang.launch_server`` for the demo's model pair, as a context manager.
 
@@ -84,12 +88,15 @@ class SGLangServer:
     Args:
         model_directory: the pair, with ``target`` and ``draft`` (see ``demo.models.build_pair``).
         python: interpreter that has sglang.
+        launcher: what that interpreter runs, before SGLang's own arguments.
         host: address to listen on.
         port: 0 picks a free one; see :attr:`port` afterwards.
         speculation: EAGLE-3 with the draft model, or plain decoding.
         num_steps, topk, num_draft_tokens: SGLang's ``--speculative-num-steps`` and so on.
         overlap: run the overlap event loop, which SGLang does not offer for EAGLE on the CPU (a demo plugin
             lifts that). Without it the normal loop.
+        attention: arguments that choose attention backends; by default those that run EAGLE on the CPU in 0.5.16 to
+            0.5.23.
         tensor_parallel, data_parallel: number of ranks, sharing this machine's cores.
         enable_metrics: SGLang's own ``/metrics``.
         warm_up: let SGLang send its warm-up request first; without it the first request is yours.
@@ -111,6 +118,7 @@ class SGLangServer:
         model_directory: Path,
         *,
         python: str = sys.executable,
+        launcher: Sequence[str] = ("-m", "sglang.launch_server"),
         host: str = "127.0.0.1",
         port: int = 0,
         speculation: bool = True,
@@ -118,6 +126,7 @@ class SGLangServer:
         topk: int = 1,
         num_draft_tokens: int = 4,
         overlap: bool = False,
+        attention: Sequence[str] | None = None,
         tensor_parallel: int = 1,
         data_parallel: int = 1,
         enable_metrics: bool = False,
@@ -131,6 +140,7 @@ class SGLangServer:
     ) -> None:
         self.model_directory = model_directory
         self.python = python
+        self.launcher = list(launcher)
         self.host = host
         self.port = port
         self.speculation = speculation
@@ -138,6 +148,7 @@ class SGLangServer:
         self.topk = topk
         self.num_draft_tokens = num_draft_tokens
         self.overlap = overlap
+        self.attention = None if attention is None else list(attention)
         self.tensor_parallel = tensor_parallel
         self.data_parallel = data_parallel
         self.enable_metrics = enable_metrics
@@ -324,13 +335,19 @@ class SGLangServer:
         # intel_amx is the one CPU attention backend with EAGLE. Without AMX hardware SGLang rewrites
         # --attention-backend intel_amx to torch_native, with which EAGLE refuses to run; these three are not
         # rewritten and work the same in 0.5.16 to 0.5.23.
+        attention = self.attention
+        if attention is None:
+            attention = ["--attention-backend", "torch_native"]
+            if self.speculation:
+                attention += ["--prefill-attention-backend", "intel_amx"]
+                attention += ["--speculative-draft-attention-backend", "intel_amx"]
         command = [
-            *(self.python, "-m", "sglang.launch_server"),
+            *(self.python, *self.launcher),
             *("--model-path", str(self.model_directory / "target")),
             *("--host", self.host, "--port", str(self.port)),
             *("--device", "cpu", "--dtype", "float32", "--skip-tokenizer-init", "--disable-cuda-graph"),
-            *("--attention-backend", "torch_native"),
-            *("--max-total-tokens", "32768", "--max-running-requests", "16", "--mem-fraction-static", "0.05"),
+            *attention,
+            *("--max-total-tokens", "32768", "--max-running-requests", "16", "--mem-fraction-static", "0.5"),
             *("--chunked-prefill-size", "2048", "--random-seed", "0"),
             # An idle scheduler would spin on a core that others need.
             "--sleep-on-idle",
@@ -338,8 +355,6 @@ class SGLangServer:
         ]
         if self.speculation:
             command += [
-                *("--prefill-attention-backend", "intel_amx"),
-                *("--speculative-draft-attention-backend", "intel_amx"),
                 *("--speculative-algorithm", "EAGLE3"),
                 *("--speculative-draft-model-path", str(self.model_directory / "draft")),
                 *("--speculative-num-steps", str(self.num_steps)),

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Header, Query, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from eagle_exporter import __version__
-from eagle_exporter.server import models
+from eagle_exporter.server import kernels, models
 from eagle_exporter.server.collector import RegistryCollector
 from eagle_exporter.server.exposition import (
     DEFAULT_DEADLINE_SECONDS,
@@ -62,6 +62,7 @@ def create_app(root: Path, *, telemetry_path: str = "/metrics") -> FastAPI:
     app.state.live = live
     _add_metrics(app, renderer, telemetry_path)
     _add_cycle(app, live)
+    _add_kernels(app, root)
     if telemetry_path != "/":
         _add_landing_page(app, telemetry_path)
     _add_health(app, root)
@@ -184,6 +185,63 @@ def _add_cycle(app: FastAPI, live: Live) -> None:
         summary="Breakdown of the last 10 s, 1 min and 5 min",
         response_model=models.Cycle,
         responses={503: {"description": "The registry could not be read in time.", "content": {"text/plain": {}}}},
+    )
+
+
+def _add_kernels(app: FastAPI, root: Path) -> None:
+    worker = Worker("kernels")
+    late = {"description": "The registry could not be read in time.", "content": {"text/plain": {}}}
+
+    def too_late() -> Response:
+        return PlainTextResponse("the registry could not be read in time\n", 503, {"Retry-After": "5"})
+
+    async def last_kernels() -> Response:
+        try:
+            document = await asyncio.wait_for(worker.submit(lambda: kernels.kernels(root)), _LIVE_SECONDS)
+        except asyncio.TimeoutError:
+            return too_late()
+        except OSError as error:
+            return PlainTextResponse(f"{root} cannot be read: {error.strerror}\n", 503)
+        return Response(document, media_type="application/json", headers={"Cache-Control": "no-store"})
+
+    async def kernel_trace(
+        server: Annotated[str, Query(description="The server label.", max_length=1024)],
+        rank: Annotated[str, Query(description="For example tp0-pp0-dp0.", max_length=64)] = "tp0-pp0-dp0",
+    ) -> Response:
+        try:
+            found = await asyncio.wait_for(worker.submit(lambda: kernels.trace(root, server, rank)), _LIVE_SECONDS)
+        except asyncio.TimeoutError:
+            return too_late()
+        except OSError as error:
+            return PlainTextResponse(f"the trace cannot be read: {error.strerror}\n", 503)
+        if found is None:
+            return PlainTextResponse("no trace of a capture of this rank is kept\n", 404)
+        name, data = found
+        return Response(
+            data,
+            media_type="application/gzip",
+            headers={"Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"},
+        )
+
+    app.add_api_route(
+        "/api/v1/kernels",
+        last_kernels,
+        methods=["GET"],
+        summary="The last kernel capture of each rank",
+        response_model=kernels.Kernels,
+        responses={503: late},
+    )
+    app.add_api_route(
+        "/api/v1/kernels/trace",
+        kernel_trace,
+        methods=["GET"],
+        summary="The trace of a rank's last kernel capture, for Perfetto or chrome://tracing",
+        response_class=Response,
+        responses={
+            200: {"description": "A gzipped Chrome trace.", "content": {"application/gzip": {}}},
+            404: {"description": "No trace of this rank is kept.", "content": {"text/plain": {}}},
+            503: late,
+        },
     )
 
 
