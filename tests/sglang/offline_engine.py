@@ -18,7 +18,7 @@ def main() -> None:
         skip_tokenizer_init=True,
         max_total_tokens=32768,
         max_running_requests=16,
-        mem_fraction_static=0.05,
+        mem_fraction_static=0.5,
         disable_cuda_graph=True,
         disable_overlap_schedule=True,
         chunked_prefill_size=2048,

@@ -22,7 +22,7 @@ def test_a_function_that_is_gone_costs_only_what_needs_it(models: Path, sglang_p
         sglang_python,
         configuration,
         tmp_path,
-        environment={"EAGLE_FAULTS_UNRESOLVED": "kv_prepare,scheduler"},
+        environment={"EAGLE_FAULTS_RENAMED": "kv_prepare,scheduler"},
         plugin_path=[ROOT / "tests" / "sglang" / "fault_plugin"],
     ) as server:
         assert [reply["output_ids"] for reply in send_together(server)] == TOKENS

@@ -1,11 +1,18 @@
 """What the plugin does to SGLang: nothing. And where it must stay away, it does.
 
-Two ranks (tensor parallel 2), SGLang's own metrics, the exporter that the plugin starts, a real Prometheus.
+Two ranks (tensor parallel 2), SGLang's own metrics, the exporter that the plugin starts, a real Prometheus. At the end
+one rank's host is made slow: what each rank's series show of it, and what the rules make of that.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
 import subprocess
+import sys
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,25 +22,29 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from deploy.prometheus import build
 from eagle_exporter import catalogue
 from eagle_exporter.demo import answers
 from eagle_exporter.demo.sglang_server import SGLangServer, free_port
 from eagle_exporter.registry.reader import RankSnapshot, RegistryReader
+from grafana import queries
 from tests.prometheus.servers import Prometheus, prometheus
 from tests.service.exporter import wait_for
 from tests.sglang.measured import (
     ALONE,
     TOGETHER,
-    Configuration,
+    Difference,
     expect,
     numbers,
+    prompt,
     send_alone,
     send_together,
     start,
 )
+from tests.sglang.runs import TENSOR_PARALLEL
 from tests.tools import find_tool
 
-CONFIGURATION = Configuration()
+CONFIGURATION = TENSOR_PARALLEL.configuration
 TOKENS = [answers.expected_tokens(prompt, count) for prompt, count in (*ALONE, *TOGETHER)]
 
 
@@ -78,7 +89,7 @@ def plain(models: Path, sglang_python: str, tmp_path_factory: pytest.TempPathFac
         directory,
         environment=only_others,
         enable_metrics=True,
-        tensor_parallel=2,
+        tensor_parallel=TENSOR_PARALLEL.tensor_parallel,
     ) as server:
         tokens = served_tokens(server)
         metrics = fetch(f"{server.url}/metrics")
@@ -95,6 +106,8 @@ class Embedded:
     port: int
     tokens: list[list[int]]
     sglang_metrics: str
+    fault: Path
+    """What `slow_rank_plugin` reads."""
 
     @property
     def url(self) -> str:
@@ -113,19 +126,25 @@ def embedded(
 ) -> Iterator[Embedded]:
     directory = tmp_path_factory.mktemp("embedded")
     port = free_port()
+    fault = directory / "fault"
     server = start(
         models,
         sglang_python,
         CONFIGURATION,
         directory,
-        environment={"EAGLE_EXPORTER_EMBED": "1", "EAGLE_EXPORTER_LISTEN": f"127.0.0.1:{port}"},
+        environment={
+            "EAGLE_EXPORTER_EMBED": "1",
+            "EAGLE_EXPORTER_LISTEN": f"127.0.0.1:{port}",
+            "EAGLE_SLOW_RANK": str(fault),
+        },
         enable_metrics=True,
-        tensor_parallel=2,
+        tensor_parallel=TENSOR_PARALLEL.tensor_parallel,
+        plugin_path=[Path(__file__).parent / "slow_rank_plugin"],
     )
     with server:
         tokens = served_tokens(server)
         metrics = fetch(f"{server.url}/metrics")
-        made = Embedded(server, directory / "registry", port, tokens, metrics)
+        made = Embedded(server, directory / "registry", port, tokens, metrics, fault)
         drafts = expect([*ALONE, *TOGETHER], CONFIGURATION).drafts
         wait_for(lambda: made.ranks()[0].value("eagle_drafts_total") == drafts, what="the last commit")
         yield made
@@ -243,6 +262,196 @@ scrape_configs:
         assert only_value(server, "sum(eagle_accepted_tokens_per_pos_total)") == str(expected.accepted)
         assert len(server.query("eagle_rank_up == 1")) == 2
         assert len(server.query("eagle_spec_config_info")) == 2
+
+
+# --- a capture of one rank -------------------------------------------------------------------------------
+def test_a_capture_of_one_rank_is_left_out_of_the_times_of_both(embedded: Embedded) -> None:
+    """It stalls the group, so neither rank times the cycles from the request until two after the stop."""
+    before = embedded.ranks()
+    finished = threading.Event()
+
+    def serve() -> None:
+        while not finished.is_set():
+            send_together(embedded.server, TOGETHER[:2])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        asked = ["profile", "--dir", str(embedded.root), "--rank", "1", "--cycles", "3", "--json"]
+        done = subprocess.run([sys.executable, "-m", "eagle_exporter", *asked], capture_output=True, text=True)
+    finally:
+        finished.set()
+        thread.join()
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["rank"], result["cycles"]) == ("tp1-pp0-dp0", 3)
+    collective = sum(part["classes"].get("allreduce_custom", 0.0) for part in result["phases"].values())
+    assert collective > 0, "the ranks add up their parts"
+
+    def settled() -> bool:
+        leader, other = embedded.ranks()
+        equal = leader.value("eagle_cycles_total") == other.value("eagle_cycles_total")
+        return equal and other.value("eagle_kernel_captures_total", "completed") == 1
+
+    wait_for(settled, seconds=60, what="the last commit of both ranks")
+    counted = [Difference(*pair) for pair in zip(before, embedded.ranks(), strict=True)]
+    for rank in counted:
+        left_out = rank("eagle_cycles_excluded_total", "profiled")
+        assert left_out >= 3
+        assert rank.total("eagle_batch_timed_cycles_total") == rank("eagle_cycles_total") - left_out
+    assert counted[0]("eagle_kernel_profiled_cycles_total") == 0
+    assert counted[1]("eagle_kernel_profiled_cycles_total") == 3
+    (shown,) = json.loads(fetch(f"{embedded.url}/api/v1/kernels"))["ranks"]
+    assert (shown["tp_rank"], shown["capture"]["id"]) == ("1", result["id"])
+
+
+# --- one rank has a slow host ----------------------------------------------------------------------------
+SLOW_SECONDS = 0.15
+"""The planted sleep of each cycle: far above what a busy machine adds to a phase."""
+
+
+@contextlib.contextmanager
+def slow_rank(embedded: Embedded, rank: int, place: str) -> Iterator[None]:
+    """Let the host of one rank sleep in every cycle, see `slow_rank_plugin`."""
+    temporary = embedded.fault.with_suffix(".new")
+    temporary.write_text(json.dumps({"rank": rank, "place": place, "seconds": SLOW_SECONDS}))
+    temporary.rename(embedded.fault)
+    try:
+        yield
+    finally:
+        embedded.fault.unlink()
+
+
+@dataclass
+class PerCycle:
+    """What one rank's series gained per timed cycle, in seconds."""
+
+    phases: dict[str, float]
+    host: dict[str, float]
+    gap: float
+
+
+def measured_by_rank(embedded: Embedded) -> list[PerCycle]:
+    """Serve one request; return what both ranks show of it, in the order of their numbers."""
+    before = embedded.ranks()
+    embedded.server.generate([prompt(5, 20)], 24)
+    cycles = len(answers.expected_accept_lengths(prompt(5, 20), 24, num_steps=3, topk=1, num_draft_tokens=4))
+    after = before
+
+    def settled() -> bool:
+        nonlocal after
+        after = embedded.ranks()
+        return all(Difference(old, new)("eagle_cycles_total") == cycles for old, new in zip(before, after, strict=True))
+
+    wait_for(settled, what="the last commit")
+    found = []
+    for old, new in zip(before, after, strict=True):
+        gained = Difference(old, new)
+        timed = gained.total("eagle_batch_timed_cycles_total")
+        assert timed == cycles
+
+        def phase(name: str, phase: str, gained: Difference = gained, timed: float = timed) -> float:
+            return gained.total(name, lambda labels: phase in labels) / timed
+
+        found.append(
+            PerCycle(
+                {p: phase("eagle_batch_phase_seconds_total", p) for p in catalogue.PHASES},
+                {p: phase("eagle_phase_host_seconds_total", p) for p in catalogue.PHASES},
+                gained.total("eagle_batch_gap_seconds_total") / timed,
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("slow", [1, 0])
+def test_a_slow_host_inside_the_cycle_is_named_by_its_phase_and_the_other_rank_waits_in_the_draft(
+    embedded: Embedded, slow: int
+) -> None:
+    """The draft has the first collective of a cycle."""
+    with slow_rank(embedded, slow, "in_cycle"):
+        ranks = measured_by_rank(embedded)
+    named, waiting = ranks[slow], ranks[1 - slow]
+    assert named.host["kv_cache"] > 0.9 * SLOW_SECONDS
+    assert waiting.host["kv_cache"] < 0.3 * SLOW_SECONDS
+    assert waiting.phases["draft_steps"] - named.phases["draft_steps"] > 0.6 * SLOW_SECONDS
+    # On the CPU the host itself waits: as much host time on both, which is why nobody is named by their sum.
+    assert sum(waiting.host.values()) == pytest.approx(sum(named.host.values()), abs=0.4 * SLOW_SECONDS)
+
+
+def test_a_slow_host_over_results_is_in_the_gap_of_all_ranks(embedded: Embedded) -> None:
+    """The schedulers meet where requests are handed round, before the next cycle."""
+    with slow_rank(embedded, 1, "result"):
+        ranks = measured_by_rank(embedded)
+    assert all(rank.gap > 0.8 * SLOW_SECONDS for rank in ranks)
+    assert all(
+        rank.phases["draft_steps"] < ranks[1 - number].phases["draft_steps"] + 0.4 * SLOW_SECONDS
+        for number, rank in enumerate(ranks)
+    )
+
+
+RULES = build.Settings(
+    window="5s",
+    interval="1s",
+    baseline_interval="1m",
+    smoothing="3s",
+    smoothing_samples=2,
+    skew_for="2s",
+    drift_keep_firing="2s",
+)
+"""The shipped rules with minutes as seconds."""
+
+
+def test_the_rules_name_a_rank_whose_host_is_slow_before_the_cycle_and_no_other(
+    embedded: Embedded, tmp_path: Path
+) -> None:
+    """Its own gap grows; the other rank waits, with its host, in the draft, and must not be told for that."""
+    rules = build.Rules(RULES)
+    for name, text in build.files(RULES).items():
+        (tmp_path / name).write_text(text)
+    configuration = f"""\
+global: {{scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}}
+rule_files: [{", ".join(str(tmp_path / name) for name in build.files(RULES))}]
+scrape_configs:
+  - job_name: {RULES.job}
+    static_configs: [{{targets: ["127.0.0.1:{embedded.port}"]}}]
+"""
+    stop = threading.Event()
+
+    def send() -> None:
+        while not stop.is_set():
+            embedded.server.generate([prompt(5, 20)], 24)
+
+    traffic = threading.Thread(target=send, daemon=True)
+    with prometheus(tmp_path / "data", configuration) as server:
+        firing = 'ALERTS{alertname="EagleRankSkew",alertstate="firing"}'
+        traffic.start()
+        try:
+            with slow_rank(embedded, 1, "before_cycle"):
+                wait_for(lambda: server.query(firing), 60, "the alert")
+                time.sleep(3)  # as long as another rank would take to be told
+                told = {(a["metric"]["tp_rank"], a["metric"]["signal"]) for a in server.query(firing)}
+                host, panel = by_rank(server, rules.rank_host), by_rank(server, shown_in_ranks_panel(RULES.window))
+                excess = by_rank(server, rules.gap_excess)
+                unjudged = server.query(rules.host_excess)
+        finally:
+            stop.set()
+            traffic.join(60)
+    assert told == {("1", "gap")}
+    assert excess["1"] > RULES.gap_skew > excess["0"]
+    assert panel["1"] > panel["0"] + 0.5 * SLOW_SECONDS
+    assert host["0"] > host["1"] + 0.5 * SLOW_SECONDS
+    assert unjudged == [], "host time is no sign of a slow host where it contains waiting"
+
+
+def by_rank(server: Prometheus, expression: str) -> dict[str, float]:
+    """Return an expression's values by tensor-parallel rank."""
+    return {series["metric"]["tp_rank"]: float(series["value"][1]) for series in server.query(expression)}
+
+
+def shown_in_ranks_panel(window: str) -> str:
+    """Return what the dashboard's table of ranks asks for the gap, with all choices at "all"."""
+    expression = queries.rank_figure("eagle_batch_gap_seconds_total").replace(queries.WINDOW, window)
+    return re.sub(r'=~"\$\w+"', '=~".*"', expression)
 
 
 def test_the_exporter_ends_with_its_server(embedded: Embedded) -> None:

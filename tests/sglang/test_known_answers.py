@@ -28,13 +28,7 @@ from tests.sglang.measured import (
     settled,
     start,
 )
-
-CONFIGURATIONS = [
-    Configuration(),
-    Configuration(overlap=True),
-    Configuration(topk=4, num_draft_tokens=8),
-    Configuration(topk=4, num_draft_tokens=8, overlap=True),
-]
+from tests.sglang.runs import IN_DEPTH
 
 
 @dataclass
@@ -65,7 +59,7 @@ class Measured:
     log: str
 
 
-@pytest.fixture(scope="module", params=CONFIGURATIONS, ids=str)
+@pytest.fixture(scope="module", params=[run.configuration for run in IN_DEPTH], ids=str)
 def measured(
     request: pytest.FixtureRequest, models: Path, sglang_python: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Measured]:

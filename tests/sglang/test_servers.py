@@ -141,7 +141,11 @@ def test_random_kills_invent_nothing_and_leave_nothing(
     directory = tmp_path_factory.mktemp("kills")
     registry, port = directory / "registry", free_port()
     rng = random.Random(20)
-    roles = ["exporter", "scheduler", "main"] if not soak() else rng.choices(("scheduler", "exporter", "main"), k=200)
+    roles = (
+        ["exporter", "scheduler", "main"]
+        if not soak()
+        else rng.choices(("scheduler", "exporter", "main"), (1, 2, 1), k=200)
+    )
     served = starts = 0
     server: SGLangServer | None = None
     alone: Exporter | None = None

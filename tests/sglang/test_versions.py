@@ -1,27 +1,24 @@
 """The other SGLang versions that were really run: the same known answers, hooks all up.
 
 0.5.23 runs with data parallelism: it loads plugins in the detokenizer and in the controller too, where ours must do
-nothing, and each replica counts its own.
+nothing, and each replica counts its own. 0.5.18 is started by ``eagle-exporter launch``, which must change nothing
+where SGLang loads the plugin by itself.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from eagle_exporter import catalogue
 from eagle_exporter.demo import answers
-from eagle_exporter.demo.sglang_server import meta_accept_histogram
+from eagle_exporter.demo.sglang_server import LAUNCH, meta_accept_histogram
 from eagle_exporter.registry.reader import RankSnapshot, RegistryReader
 from tests.service.exporter import wait_for
-from tests.sglang.measured import TOGETHER, Configuration, expect, interpreter, send_together, start
-
-VERSIONS = (
-    ("0.5.16", Configuration(overlap=True), 1),
-    ("0.5.18", Configuration(topk=4, num_draft_tokens=8), 1),
-    ("0.5.23", Configuration(topk=4, num_draft_tokens=8, overlap=True), 2),
-)
+from tests.sglang.measured import TOGETHER, expect, interpreter, send_together, start
+from tests.sglang.runs import OTHER_VERSIONS, Run
 
 
 def total(ranks: tuple[RankSnapshot, ...], name: str, *labels: str) -> float:
@@ -29,12 +26,12 @@ def total(ranks: tuple[RankSnapshot, ...], name: str, *labels: str) -> float:
     return sum(rank.value(name, *labels) or 0.0 for rank in ranks)
 
 
-@pytest.mark.parametrize(("version", "configuration", "replicas"), VERSIONS, ids=[v for v, _, _ in VERSIONS])
-def test_every_hook_attaches_and_every_count_is_the_known_answer(
-    version: str, configuration: Configuration, replicas: int, models: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("run", OTHER_VERSIONS, ids=str)
+def test_every_hook_attaches_and_every_count_is_the_known_answer(run: Run, models: Path, tmp_path: Path) -> None:
+    configuration, replicas = run.configuration, run.data_parallel
     expected = expect(TOGETHER, configuration)
-    with start(models, interpreter(version), configuration, tmp_path, data_parallel=replicas) as server:
+    launcher: dict[str, Any] = {"launcher": LAUNCH} if run.version == "0.5.18" else {}
+    with start(models, interpreter(run.version), configuration, tmp_path, data_parallel=replicas, **launcher) as server:
         replies = send_together(server)
         registry = RegistryReader(tmp_path / "registry")
         wait_for(

@@ -13,6 +13,7 @@ from eagle_exporter.registry.writer import RankWriter
 from eagle_exporter.timing.clocks import Slot
 from eagle_exporter.timing.recorder import RankRecorder
 from tests.ranks import make_plan
+from tests.users import NOBODY
 
 Observed = tuple[int, Any]
 """Number and sum of a histogram's observations; the sum is a float that may be compared with `pytest.approx`."""
@@ -117,9 +118,6 @@ def same_everywhere(recorder: RankRecorder, before: Sequence[float]) -> bool:
     """Return whether no published value differs from `before`, a copy of the values; NaN equals NaN."""
     now = recorder.values[: recorder.layout.slots]
     return all(old == new or (math.isnan(old) and math.isnan(new)) for old, new in zip(before, now, strict=False))
-
-
-NOBODY = 65534
 
 
 def as_nobody(function: Callable[[], str]) -> str:

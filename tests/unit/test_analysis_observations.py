@@ -134,6 +134,60 @@ class TestRanks:
         assert only(samples).ended_ranks == 1
 
 
+def captured_samples(labels: dict[str, str], cycles: float, gemm: float = 0.004) -> dict[SeriesKey, float]:
+    """What a rank exports after a capture; per cycle 4 ms of GEMMs in a verify of 5 ms."""
+    verify = {**labels, "phase": "target_verify"}
+    return {
+        series_key("eagle_kernel_profiled_cycles_total", labels): cycles,
+        series_key("eagle_kernel_seconds_total", {**verify, "kernel_class": "gemm"}): gemm * cycles,
+        series_key("eagle_kernel_seconds_total", {**verify, "kernel_class": "norm"}): 0.0005 * cycles,
+        series_key("eagle_kernel_busy_seconds_total", verify): (gemm + 0.0005) * cycles,
+        series_key("eagle_kernel_phase_seconds_total", verify): 0.005 * cycles,
+    }
+
+
+class TestCaptures:
+    def test_ranks_are_kept_apart_by_group_in_the_order_of_their_numbers(self) -> None:
+        samples: dict[SeriesKey, float] = {}
+        for tp in (10, 2, 0):
+            samples |= rank_samples(rank_labels(tp=tp), recording=tp == 0) | captured_samples(rank_labels(tp=tp), 10)
+        samples |= rank_samples(rank_labels(dp="1")) | captured_samples(rank_labels(dp="1"), 20)
+        captured = only(samples).captured
+        assert captured is not None
+        assert sorted(tuple(part.ranks for part in group) for group in captured) == [
+            (("tp0 pp0",), ("tp2 pp0",), ("tp10 pp0",)),
+            (("tp0 pp0 dp1",),),
+        ]
+        for group in captured:
+            for part in group:
+                assert part.kernels("target_verify", "gemm") == pytest.approx(0.004)
+                assert part.idle("target_verify") == pytest.approx(0.0005)
+
+    def test_a_rank_that_was_never_captured_has_no_part_in_it(self) -> None:
+        samples = captured_samples(rank_labels(tp=0), 10) | captured_samples(rank_labels(tp=1), 0)
+        captured = only(samples).captured
+        assert captured is not None
+        assert [part.ranks for group in captured for part in group] == [("tp0 pp0",)]
+
+    def test_no_capture_and_a_rank_that_knows_of_none_are_different(self) -> None:
+        assert only(captured_samples(rank_labels(), 0)).captured == ()
+        assert only(rank_samples(rank_labels())).captured is None
+
+    def test_only_what_was_captured_in_between_is_in_a_difference(self) -> None:
+        before, after = captured_samples(rank_labels(), 10, 0.9), captured_samples(rank_labels(), 25)
+        after = {key: before[key] + value for key, value in after.items()}
+        captured = only(difference(before, after)).captured
+        assert captured is not None
+        assert captured[0][0].cycles == 25
+        assert captured[0][0].kernels("target_verify", "gemm") == pytest.approx(0.004)
+
+    def test_the_age_is_that_of_the_rank(self) -> None:
+        samples = captured_samples(rank_labels(tp=0), 10) | captured_samples(rank_labels(tp=1), 10)
+        (server,) = observe(samples, {series_key("", rank_labels(tp=1))[1]: 60.0})
+        assert server.captured is not None
+        assert [part.age for part in server.captured[0]] == [None, 60.0]
+
+
 class TestDifference:
     def test_counters_are_subtracted_and_gauges_are_kept(self) -> None:
         labels = rank_labels()

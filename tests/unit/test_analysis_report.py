@@ -20,6 +20,7 @@ from eagle_exporter.analysis.baseline import (
     measured_baseline,
     to_json,
 )
+from eagle_exporter.analysis.kernels import Captured
 from eagle_exporter.analysis.observations import Cell, Position, Server
 from eagle_exporter.analysis.report import Advice, advise, to_text
 from eagle_exporter.analysis.report import to_json as advice_json
@@ -146,6 +147,78 @@ class TestWhatItSays:
         assert "extrapolated, 3 steps give" in sentences(advise(server))
 
 
+def captured(allreduce: str = "allreduce_nccl") -> Captured:
+    """Ten cycles in which 61 % of verify is all-reduce."""
+    return Captured(
+        cycles=10,
+        ranks=("tp0 pp0",),
+        kernel_seconds={("target_verify", allreduce): 0.183, ("target_verify", "gemm"): 0.102},
+        busy_seconds={"target_verify": 0.285},
+        phase_seconds={"target_verify": 0.300},
+        age=7200.0,
+    )
+
+
+class TestInsideVerify:
+    def test_what_verify_consists_of_and_what_follows(self) -> None:
+        advice = advise(make_server(captured=((captured(),),), facts={}))
+        text = to_text(advice)
+        assert "Inside verify: 10 captured cycles of tp0 pp0, the last 2 h ago; 30.00 ms" in text
+        assert "allreduce_nccl      18.30 ms   61.0%  ##################" in text
+        assert "idle                 1.50 ms    5.0%" in text
+        assert "61% of verify is all-reduce by NCCL's own kernels" in " ".join(text.split())
+        assert "try NCCL_PROTO=LL" in text
+        check_output(advice)
+
+    def test_the_settings_that_are_in_force_are_respected(self) -> None:
+        advice = advise(make_server(captured=((captured(),),)))
+        assert "NCCL_PROTO=LL is set already" in advice.inside[0]
+
+    def test_all_reduce_of_other_kernels_suggests_no_setting(self) -> None:
+        advice = advise(make_server(captured=((captured("allreduce_custom"),),), facts={}))
+        assert "change nothing about those" in advice.inside[0]
+        assert "try NCCL" not in to_text(advice)
+
+    def test_idle_time_is_judged_by_the_shortest_ordinary_verify(self) -> None:
+        half = replace(
+            captured("gemm"), kernel_seconds={("target_verify", "gemm"): 0.15}, busy_seconds={"target_verify": 0.15}
+        )
+        assert "an ordinary verify takes 28.70 ms or more" in advise(make_server(captured=((half,),))).inside[0]
+        cells = (make_cell("1", scale=0.55), make_cell("9-16"))
+        assert advise(make_server(*cells, captured=((half,),))).inside == ()
+
+    def test_json_has_the_same_numbers(self) -> None:
+        advice = advise(make_server(captured=((captured(),), (captured(),))))
+        document = advice_json(advice)["captured"]
+        assert (document["cycles"], document["age_seconds"]) == (20, 7200.0)
+        verify = document["phases"]["target_verify"]
+        assert verify["seconds"] == pytest.approx(sum(verify["kernel_classes"].values()) + verify["idle_seconds"])
+        assert document["sentences"] == list(advice.inside)
+
+    def test_without_a_capture_one_is_recommended_where_verify_is_what_counts(self) -> None:
+        assert "'eagle-exporter profile' captures some" in sentences(advise(make_server(captured=())))
+        assert advice_json(advise(make_server(captured=())))["captured"] is None
+        cheap = replace(make_cell(), phase_seconds={**make_cell().phase_seconds, "target_verify": 1.0})
+        for server in (
+            make_server(captured=((captured(),),)),
+            make_server(),  # an exporter that knows no captures
+            make_server(cheap, captured=()),
+            replace(make_server(captured=()), cells=()),
+        ):
+            assert "eagle-exporter profile" not in sentences(advise(server))
+
+    def test_operators_of_a_cpu_are_shown_and_no_advice_about_a_gpu_is_given(self) -> None:
+        advice = advise(make_server(captured=((captured(),),), clock="host"))
+        assert "allreduce_nccl      18.30 ms" in to_text(advice)
+        assert advice.inside == ()
+        check_output(advice)
+
+    def test_a_capture_that_saw_no_verify_shows_nothing(self) -> None:
+        advice = advise(make_server(captured=((replace(captured(), phase_seconds={}),),)))
+        assert "Inside verify" not in to_text(advice)
+        check_output(advice)
+
+
 class TestWhatItDoesNotKnow:
     def test_no_traffic(self) -> None:
         advice = advise(replace(make_server(), cells=(), positions=()))
@@ -166,6 +239,13 @@ class TestWhatItDoesNotKnow:
         assert "No best step count is named" in text
         assert "--save-baseline FILE" in text
         assert "there is no baseline at this batch size" in text
+        check_output(advice)
+
+    def test_a_replay_is_told_how_it_gets_a_baseline_and_not_to_run_sglang(self) -> None:
+        advice = advise(make_server(configured_baseline={}, model_name="replay:llama-3-8b-shape"))
+        text = sentences(advice)
+        assert "start it again with EAGLE_EXPORTER_BASELINE_DECODE_SECONDS" in text
+        assert "run SGLang once" not in text
         check_output(advice)
 
     def test_trees(self) -> None:

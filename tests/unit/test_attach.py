@@ -109,8 +109,8 @@ def test_the_wrapper_looks_like_the_original(engine: Any, spy: Spy) -> None:
         ("Worker.static", lambda e: e.Worker().static(1), ("static", 1)),
         ("Worker.of_class", lambda e: e.Worker.of_class(1), ("of_class", "Worker", 1)),
         ("Worker.of_class", lambda e: e.Sub().of_class(1), ("of_class", "Sub", 1)),
-        ("Worker.inherited", lambda e: e.Worker().inherited(1), ("inherited", 1)),
-        ("Worker.inherited", lambda e: e.Base().inherited(1), ("inherited", 1)),
+        ("Base.inherited", lambda e: e.Worker().inherited(1), ("inherited", 1)),
+        ("Base.inherited", lambda e: e.Base().inherited(1), ("inherited", 1)),
         ("Worker.Inner.deep", lambda e: e.Worker.Inner().deep(), "deep"),
     ],
 )
@@ -126,8 +126,28 @@ def test_a_method_keeps_its_kind(
 
 
 def test_an_inherited_method_is_wrapped_where_it_is_defined(engine: Any, spy: Spy) -> None:
-    patch("fake_engine:Worker.inherited", spy)
+    patch("fake_engine:Base.inherited", spy, engine.Worker)
     assert "inherited" not in vars(engine.Worker)
+    engine.Worker().inherited(1)
+    assert len(spy.calls) == 1
+
+
+def test_a_parameter_that_is_read_must_be_there(engine: Any, spy: Spy) -> None:
+    for target, name in (("free", "a"), ("Worker.method", "x"), ("Worker.static", "x"), ("Worker.of_class", "x")):
+        with pytest.raises(Unresolved, match=f"{target} has no parameter gone, y"):
+            patch(f"fake_engine:{target}", spy, reads=(name, "gone", "y"))
+        patch(f"fake_engine:{target}", spy, reads=(name,)).undo()
+    assert spy.calls == []
+
+
+def test_what_a_class_inherits_does_not_stand_in_for_its_own(engine: Any, spy: Spy) -> None:
+    """SGLang's draft graph inherits ``execute`` from the target's: a rename of its own must not end there."""
+    with pytest.raises(Unresolved, match=r"only fake_engine:Base has one"):
+        patch("fake_engine:Worker.inherited", spy)
+    with pytest.raises(Unresolved, match=r"only fake_engine:Base has one"):
+        patch("fake_engine:Worker.inherited", spy, engine.Sub)
+    engine.Worker().inherited(1)
+    assert spy.calls == []
 
 
 @pytest.mark.parametrize(

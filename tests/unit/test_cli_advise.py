@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from eagle_exporter import catalogue, cli
-from eagle_exporter.analysis.observations import observe
+from eagle_exporter.analysis.observations import observe, series_key
 from eagle_exporter.cli import advise
 from eagle_exporter.registry import layout as fmt
 from eagle_exporter.registry.writer import RankWriter, server_directory
+from eagle_exporter.server import kernels
+from tests.captures import write_capture
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -225,6 +227,49 @@ class TestSources:
         assert from_prometheus == json.loads(capsys.readouterr().out)["servers"][0]["batches"]
         assert 'increase(eagle_batch_cycles_total{server="node-a:30000"}[30m])' in asked
         assert 'last_over_time(eagle_kv_pool_tokens{server="node-a:30000"}[30m])' in asked
+
+    def test_a_counter_that_began_with_its_only_capture_is_not_lost_in_prometheus(self, serve: Serve) -> None:
+        asked: list[str] = []
+
+        def answer(path: str, _: dict[str, str]) -> Answer:
+            asked.append(urllib.parse.parse_qs(urllib.parse.urlsplit(path).query)["query"][0])
+            return 200, json.dumps({"data": {"result": []}})
+
+        advise.prometheus_samples(serve(answer), "1h", "a")
+        series = 'eagle_kernel_profiled_cycles_total{server="a"}'
+        assert f"(increase({series}[1h]) and {series} offset 1h) or last_over_time({series}[1h])" in asked
+
+    def test_prometheus_tells_how_long_ago_a_rank_was_captured(self, serve: Serve) -> None:
+        labels = {"server": "a", "model_name": "m", "engine_type": "unified", "tp_rank": "3", "pp_rank": "0"}
+        rows = [{"metric": labels, "value": [1.0, "240"]}]
+        url = serve(lambda *_: (200, json.dumps({"data": {"result": rows}})))
+        assert advise.captured_ago(url, "1h") == {series_key("", labels | {"dp_rank": ""})[1]: 240.0}
+
+    def test_a_capture_is_told_with_its_age(self, root: Path, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+        rank = Rank(root)
+        rank.cycles(1000)
+        result = write_capture(root, rank.labels, {"allreduce_nccl": 0.183, "gemm": 0.102}, age=300.0)
+        for phase, part in result["phases"].items():
+            rank.add("eagle_kernel_phase_seconds_total", part["seconds"], phase)
+            rank.add("eagle_kernel_busy_seconds_total", part["busy_seconds"], phase)
+            for name, seconds in part["classes"].items():
+                rank.add("eagle_kernel_seconds_total", seconds, phase, name)
+        rank.add("eagle_kernel_profiled_cycles_total", result["cycles"])
+        rank.writer.commit()
+        pages = {"/metrics": exposition(rank), "/api/v1/kernels": kernels.kernels(root).decode()}
+        for source in (["--registry", str(root)], [serve(lambda path, _: (200, pages[path]))]):
+            assert cli.main(["advise", *source]) == 0
+            text = " ".join(capsys.readouterr().out.split())
+            assert "Inside verify: 10 captured cycles of tp0 pp0, the last 5 min ago" in text
+            assert "try NCCL_PROTO=LL" in text
+        # An exporter of an earlier version has the counters alone, or something else at that address.
+        for other in ((404, ""), (200, "[" * 100_000), (200, '{"ranks": 3}')):
+
+            def answer(path: str, _: dict[str, str], other: Answer = other) -> Answer:
+                return (200, pages[path]) if path == "/metrics" else other
+
+            assert cli.main(["advise", serve(answer)]) == 0
+            assert "Inside verify: 10 captured cycles of tp0 pp0; " in " ".join(capsys.readouterr().out.split())
 
     def test_prometheus_says_what_is_in_force_now_and_what_was_before(self, serve: Serve) -> None:
         labels = {"server": "a", "tp_rank": "0"}

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from eagle_exporter.demo.sglang_server import free_port
 from tests.certificates import Authority
 from tests.folders import open_folder
-from tests.service.exporter import Exporter, answers, environment, free_port, wait_for
+from tests.service.exporter import Exporter, answers, environment, wait_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +29,7 @@ def serve(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]
         [*SERVE, *arguments],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=120,
         env=environment(**variables),
         check=False,
     )

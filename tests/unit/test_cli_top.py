@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import json
@@ -19,10 +20,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
+from eagle_exporter.catalogue import COMMON_LABELS
+from eagle_exporter.cli import captures
 from eagle_exporter.cli.top import render
+from eagle_exporter.kernels import files
+from eagle_exporter.registry.writer import server_directory
 from eagle_exporter.server.models import Cycle
 from eagle_exporter.server.view import RegistryView
 from eagle_exporter.server.windows import Windows
+from tests.captures import rank_answer, write_capture
 from tests.ranks import RankProcess, write_ended
 from tests.service.exporter import Exporter, environment
 
@@ -43,9 +49,9 @@ def top(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
     )
 
 
-def shown(document: dict[str, Any], width: int, *, height: int | None = None, problem: str | None = None) -> list[str]:
+def shown(document: dict[str, Any], width: int, **more: Any) -> list[str]:
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(render(document, "10s", width, height=height, problem=problem))
+    console.print(render(document, "10s", width, **more))
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
@@ -67,7 +73,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for _ in range(30):
             process.cycles(5)
             time.sleep(0.1)
-        output, _ = command.communicate(timeout=20)
+        output, _ = command.communicate(timeout=120)
     return dict(json.loads(output))
 
 
@@ -127,14 +133,91 @@ def test_it_says_plainly_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_once_prints_and_ends(tmp_path: Path) -> None:
-    result = top("--dir", str(tmp_path), "--once")
-    assert result.returncode == 0
-    assert "no rank" in result.stdout
+    registry = tmp_path / "registry"
+    with RankProcess(registry):
+        result = top("--dir", str(registry), "--once")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "no traffic" in result.stdout
     file = tmp_path / "file"
     file.write_text("")
     wrong = top("--dir", str(file), "--once")
     assert wrong.returncode == 1
     assert "EAGLE_EXPORTER_DIR" in wrong.stderr
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_once_without_a_rank_fails_and_says_so(tmp_path: Path, form: list[str]) -> None:
+    for root in (tmp_path, tmp_path / "not-there"):
+        result = top("--dir", str(root), "--once", *form)
+        assert result.returncode == 1
+        (line,) = result.stderr.splitlines()
+        assert f"no SGLang server writes to {root}" in line
+        assert "no rank" in result.stdout or '"no_rank"' in result.stdout
+
+
+def inside_verify(lines: list[str]) -> list[str]:
+    """The lines of the section, without its bar."""
+    start = next(index for index, line in enumerate(lines) if line.startswith("inside verify"))
+    end = lines.index("", start)
+    return [lines[start], *lines[start + 2 : end]]
+
+
+CLASSES = {"allreduce_nccl": 0.183, "gemm": 0.094, "norm": 0.008}
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_newest_capture_of_the_server_is_shown(document: dict[str, Any], width: int) -> None:
+    labels = dict(zip(COMMON_LABELS, ("node-a:30000", "kimi-k2.5", "unified", "3", "0", ""), strict=True))
+    older = rank_answer(labels | {"tp_rank": "0"}, {"gemm": 1.0}, age=900.0)
+    other = rank_answer(labels | {"server": "node-b:30000"}, {"gemm": 1.0}, age=1.0)
+    lines = shown(document, width, captured=[older, rank_answer(labels, CLASSES, age=300.0), other])
+    assert max(map(len, lines)) <= width
+    section = inside_verify(lines)
+    assert section[0] == "inside verify: 10 captured cycles of tp3 pp0, the last 5 min ago"
+    text = " ".join(" ".join(section[1:]).split())
+    assert text == (
+        "allreduce_nccl 18.3 ms 61.0 % gemm 9.40 ms 31.3 % norm 0.800 ms 2.7 % idle under the profiler 1.50 ms 5.0 %"
+    )
+
+
+def test_without_a_capture_there_is_no_such_section(document: dict[str, Any]) -> None:
+    assert not any("inside verify" in line for line in shown(document, 80))
+
+
+def test_a_capture_in_the_registry_is_found_and_a_broken_or_failed_one_is_not(tmp_path: Path) -> None:
+    labels = dict(zip(COMMON_LABELS, ("node-a:30000", "kimi-k2.5", "unified", "0", "0", ""), strict=True))
+    with RankProcess(tmp_path):
+        write_capture(tmp_path, labels, age=120.0, verify={"gemm": 0.1})
+        write_capture(tmp_path, labels, age=60.0, outcome="failed")
+        broken = write_capture(tmp_path, labels, age=1.0, verify={"gemm": 0.1})
+        directory = server_directory(tmp_path, labels["server"])
+        files.write(files.result_path(directory, broken["rank"], broken["id"]), b'{"outcome": "completed"}')
+        with Exporter(tmp_path) as exporter:
+            results = [top("--dir", str(tmp_path), "--once"), top("--url", f"127.0.0.1:{exporter.port}", "--once")]
+    for result in results:
+        assert result.returncode == 0
+        assert re.search("inside verify: 10 captured cycles of tp0 pp0, the last (120|12.|2 min)", result.stdout)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cycles": 0},
+        {"cycles": "ten"},
+        {"ended": -1.0},
+        {"phases": {"target_verify": {"seconds": 1.0}}},
+        {"phases": {"a phase of tomorrow": {"seconds": 1.0, "busy_seconds": 1.0, "classes": {}}}},
+        {"phases": {"target_verify": {"seconds": 1.0, "busy_seconds": 1.0, "classes": {"a class of tomorrow": 1.0}}}},
+        {"phases": None},
+    ],
+)
+def test_a_capture_that_is_not_understood_is_left_out(wrong: dict[str, Any]) -> None:
+    labels = dict.fromkeys(COMMON_LABELS, "0")
+    sound = rank_answer(labels, {"gemm": 0.1})
+    assert captures.completed_in({"ranks": [sound, {**sound, "capture": {**sound["capture"], **wrong}}]}) == [sound]
+    others: list[Any] = [None, [], {"ranks": 3}, {"ranks": [None, {"capture": None}]}]
+    for answer in others:
+        assert captures.completed_in(answer) == []
 
 
 def test_control_characters_of_a_file_do_not_reach_the_terminal(document: dict[str, Any]) -> None:
@@ -187,12 +270,15 @@ def test_it_runs_live_in_a_terminal_and_ends_with_ctrl_c(tmp_path: Path, columns
             )
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         output = b""
-        end = time.monotonic() + 15
+        end = time.monotonic() + 60
         while output.count(b"target_verify") < 10 and time.monotonic() < end:
             if select.select([terminal], [], [], 0.2)[0]:
                 output += os.read(terminal, 65536)
         os.write(terminal, b"\x03")
-        time.sleep(0.2)
+        # A terminal that nobody reads fills up, and its program waits. Linux reports the end as an error.
+        with contextlib.suppress(OSError):
+            while rest := os.read(terminal, 65536):
+                output += rest
         _, status = os.waitpid(pid, 0)
         os.close(terminal)
     assert output.count(b"target_verify") >= 10

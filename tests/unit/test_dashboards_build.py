@@ -218,9 +218,13 @@ def test_variables(document: Document) -> None:
 def test_a_rank_can_be_chosen_where_ranks_are_shown() -> None:
     with_rank = {name for name in NAMES if "tp_rank" in client.variables(load(name))}
     assert with_rank == {"eagle-cycle.json", "eagle-fleet.json"}
-    # Acceptance exists on the recording rank only: another one must not empty the panels about servers.
-    for title, _, expression in lint.expressions(load("eagle-cycle.json")):
-        about_ranks = title in ("Ranks", "SM clock", "Power", "Temperature", "GPU busy")
+    document = load("eagle-cycle.json")
+    (kernels,) = [panel for panel in document["panels"] if panel["title"].startswith("Inside verify")]
+    captured = {panel["title"] for panel in kernels["panels"]}
+    # Acceptance exists on the recording rank only: another one must not empty the panels about servers. Captures are
+    # of single ranks.
+    for title, _, expression in lint.expressions(document):
+        about_ranks = title in {"Ranks", "SM clock", "Power", "Temperature", "GPU busy", *captured}
         assert ("$tp_rank" in expression) == about_ranks, title
 
 
@@ -321,6 +325,26 @@ def test_hardware_is_out_of_the_way() -> None:
     assert row["repeat"] == "hardware"
     assert len(row["panels"]) == 4
     assert "DCGM_" in client.variables(document)["hardware"]["query"]["query"]
+
+
+def test_kernel_panels_are_out_of_the_way_and_say_how_a_capture_is_made() -> None:
+    document = load("eagle-cycle.json")
+    row = next(panel for panel in document["panels"] if panel["title"].startswith("Inside verify"))
+    assert row["collapsed"] is True
+    for panel in row["panels"]:
+        assert "no capture" in panel["fieldConfig"]["defaults"]["noValue"].lower(), panel["title"]
+
+
+def test_a_kernel_class_has_a_colour_of_its_own() -> None:
+    assert set(panels.KERNEL_COLOURS) == set(catalogue.KERNEL_CLASSES)
+    colours = {*panels.KERNEL_COLOURS.values(), panels.IDLE_COLOUR}
+    assert len(colours) == len(catalogue.KERNEL_CLASSES) + 1
+    assert panels.IDLE not in catalogue.KERNEL_CLASSES
+
+
+def test_a_rate_over_the_whole_time_range_is_noticed(document: Document) -> None:
+    _edit_expr(lambda expression: expression.replace("[$__rate_interval]", "[$__range]"))(document)
+    assert lint.target_rate_interval(document, EXCEPTIONS)
 
 
 def test_provisioning() -> None:

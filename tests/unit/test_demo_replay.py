@@ -162,6 +162,59 @@ def test_it_says_that_it_is_a_replay_and_of_what(tmp_path: Path) -> None:
     assert 0 < total(rank, "eagle_hook_host_seconds_total") < 1
 
 
+def of_three_ranks(path: Path) -> Path:
+    """Write a recording of which the further ranks take 1 and 2 ms more in each phase, 3 and 6 ms in the gap."""
+    content = copy.deepcopy(CONTENT)
+    for group in content["groups"]:
+        group["other_ranks"] = []
+        for rank in (1, 2):
+            table = {name: copy.deepcopy(group["columns"][name]) for name in RANK_COLUMNS}
+            for name in ("phases", "host"):
+                for phase in catalogue.PHASES:
+                    table[name][phase] = [value + rank * 1_000_000 for value in table[name][phase]]
+            table["gap"] = [None if value is None else value + rank * 3_000_000 for value in table["gap"]]
+            table["host_bound"] = [rank == 2] * len(table["gap"])
+            group["other_ranks"].append(table)
+    path.write_text(json.dumps(content))
+    return path
+
+
+RANK_COLUMNS = ("host_bound", "gap", "steps", "parts", "phases", "host")
+
+
+def test_recorded_ranks_are_played_as_they_are_and_further_ranks_take_their_places_in_turn(tmp_path: Path) -> None:
+    recording = of_three_ranks(tmp_path / "three.json")
+    assert recordings.load(recording).ranks == 3
+    count = len(columns(4)["rows"])
+    ranks = written(tmp_path / "registry", count, ranks=8, batches=[4], recording=recording)
+    gaps = [gap for gap in columns(4)["gap"] if gap is not None]
+    for number, rank in enumerate(ranks):
+        recorded = number % 3
+        device = 1e-9 if number < 3 else 1e-3
+        host = 1e-9 if number < 3 else 0.07
+        for phase in catalogue.PHASES:
+            expected = seconds(columns(4)["phases"][phase]) + recorded * 1e-3 * count
+            assert total(rank, "eagle_batch_phase_seconds_total", phase=phase) == pytest.approx(expected, rel=device)
+            expected = seconds(columns(4)["host"][phase]) + recorded * 1e-3 * count
+            assert total(rank, "eagle_phase_host_seconds_total", phase=phase) == pytest.approx(expected, rel=host)
+        expected = seconds(gaps) + recorded * 3e-3 * len(gaps)
+        assert total(rank, "eagle_batch_gap_seconds_total") == pytest.approx(expected, rel=host)
+        bound = total(rank, "eagle_host_bound_cycles_total")
+        assert bound == (
+            count if recorded == 2 else 0 if recorded else sum(v is True for v in columns(4)["host_bound"])
+        )
+    # Eight different ranks: none is the copy of another.
+    assert len({total(rank, "eagle_batch_gap_seconds_total") for rank in ranks}) == 8
+
+
+def test_fewer_ranks_than_were_recorded_can_be_played(tmp_path: Path) -> None:
+    recording = of_three_ranks(tmp_path / "three.json")
+    (rank,) = written(tmp_path / "one", 50, recording=recording)
+    (plain,) = written(tmp_path / "plain", 50)
+    for name in ("eagle_batch_phase_seconds_total", "eagle_batch_gap_seconds_total", "eagle_accepted_tokens_total"):
+        assert total(rank, name) == total(plain, name)
+
+
 def test_traffic_walks_between_neighbouring_batches_by_its_seed() -> None:
     recording = recordings.load()
     batches = [group.batch for group in recording.groups]
@@ -292,7 +345,7 @@ def test_another_step_count_is_another_configuration_after_a_restart(tmp_path: P
     assert draft == pytest.approx(seconds(columns(2)["phases"]["draft_steps"][:100]) / 2)
 
 
-def test_a_slow_host_shows_in_its_own_gap_and_in_the_others_verify(tmp_path: Path) -> None:
+def test_a_slow_host_shows_in_its_own_gap_and_in_the_others_draft(tmp_path: Path) -> None:
     table = columns(8)
     count = len(table["rows"])
     plain = written(tmp_path / "plain", count, ranks=4, batches=[8])
@@ -312,7 +365,8 @@ def test_a_slow_host_shows_in_its_own_gap_and_in_the_others_verify(tmp_path: Pat
     assert total(plain[2], "eagle_host_bound_cycles_total") == sum(value is True for value in table["host_bound"])
     assert grown("eagle_batch_phase_seconds_total", 2) == pytest.approx(0, abs=1e-6)
     for rank in (0, 1, 3):
-        assert grown("eagle_batch_phase_seconds_total", rank, phase="target_verify") == pytest.approx(gap)
+        assert grown("eagle_batch_phase_seconds_total", rank, phase="draft_steps") == pytest.approx(gap)
+        assert grown("eagle_batch_phase_seconds_total", rank, phase="target_verify") == pytest.approx(0, abs=1e-6)
         assert grown("eagle_batch_gap_seconds_total", rank) == 0
         assert grown("eagle_phase_host_seconds_total", rank) == 0
         assert grown("eagle_host_bound_cycles_total", rank) == 0
@@ -457,6 +511,25 @@ GROUP = ("groups", 0, "columns")
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
+        (("groups", 0, "other_ranks"), 1, r'group 0 \(batch 1\): "other_ranks": a list of objects expected'),
+        (("groups", 0, "other_ranks", 1, "gap"), None, r"group 0 \(batch 1\): rank 2: column gap is missing"),
+        (("groups", 0, "other_ranks", 0, "host", "other", 3), -1, r"rank 1: column host.other, cycle 3: -1 is not"),
+        (("groups", 0, "other_ranks", 0, "steps", 3), [1], r"rank 1: cycle 3: 1 draft forwards, 2 expected"),
+        (("groups", 1, "other_ranks"), [], r"different numbers of ranks, by batch: \{1: 3, 2: 1, 4: 3"),
+    ],
+)
+def test_what_is_wrong_with_a_further_rank_is_named(
+    tmp_path: Path, path: tuple[Any, ...], value: Any, message: str
+) -> None:
+    file = of_three_ranks(tmp_path / "three.json")
+    file.write_text(json.dumps(change(json.loads(file.read_text()), path, value)))
+    with pytest.raises(RecordingError, match=message):
+        recordings.load(file)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
         (("format",), "another", 'not a recording: "format"'),
         (("version",), 2, "version 2 of the format; this reads version 1"),
         (("description",), None, '"description"'),
@@ -571,6 +644,54 @@ def test_raw_cycles_that_cannot_be_true_are_not_converted(
 ) -> None:
     raw, out = tmp_path / "raw.json", tmp_path / "out.json.gz"
     raw.write_text(json.dumps(change(raw_groups(), path, value)))
+    assert recordings.main([str(raw), str(out)]) == 1
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+def raw_ranks() -> list[dict[str, Any]]:
+    """What a GPU run writes of two ranks: the second takes 1 ms longer in its draft."""
+    groups = raw_groups()
+    for group in groups:
+        cycles = copy.deepcopy(group["cycles"])
+        for cycle in cycles:
+            cycle["phases"][0] += 1e-3
+            cycle["cycle"] += 1e-3
+        group["other_ranks"] = [cycles]
+    return groups
+
+
+def test_a_run_of_several_ranks_is_converted_with_the_times_of_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw, out = tmp_path / "raw.json.gz", tmp_path / "out.json.gz"
+    raw.write_bytes(gzip.compress(json.dumps(raw_ranks()).encode()))
+    assert recordings.main([str(raw), str(out)]) == 0
+    assert "10 cycles at batch 1, 4, of 2 rank(s)" in capsys.readouterr().out
+    recording = recordings.load(out)
+    assert recording.ranks == 2
+    for group in recording.groups:
+        for cycle in group.cycles:
+            assert cycle.rank(0) is cycle
+            assert cycle.rank(1).phases[0] - cycle.phases[0] == pytest.approx(1e-3)
+            assert cycle.rank(1).phases[1:] == cycle.phases[1:]
+            assert (cycle.rank(1).gap, cycle.rank(1).steps) == (cycle.gap, cycle.steps)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ((0, "other_ranks", 0, 1, "cycle"), 0.5, "group 0: rank 1: cycle 1: phases sum to"),
+        ((0, "other_ranks", 0, 1, "accepted"), [0, 0, 0, 0], "group 0: rank 1: cycle 1 is not that of the first rank"),
+        ((1, "other_ranks", 0, 4), None, "group 1: rank 1: 4 cycles, 5 of the first rank"),
+        ((1, "other_ranks"), None, "different numbers of ranks"),
+    ],
+)
+def test_ranks_that_do_not_fit_together_are_not_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], path: tuple[Any, ...], value: Any, message: str
+) -> None:
+    raw, out = tmp_path / "raw.json", tmp_path / "out.json.gz"
+    raw.write_text(json.dumps(change(raw_ranks(), path, value)))
     assert recordings.main([str(raw), str(out)]) == 1
     assert message in capsys.readouterr().err
     assert not out.exists()

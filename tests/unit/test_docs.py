@@ -153,10 +153,13 @@ def test_the_table_of_settings_is_complete_and_its_defaults_are_right() -> None:
         assert rows[f"EAGLE_EXPORTER_{name}"] == "none"
 
 
-def test_what_has_no_effect_yet_is_read_nowhere() -> None:
-    """PROFILE_EVERY: the README says that it does nothing in this version."""
-    users = [path for path in (ROOT / "eagle_exporter").rglob("*.py") if "profile_every" in path.read_text()]
-    assert [path.name for path in users] == ["settings.py"]
+def test_how_often_kernels_may_be_captured_is_what_the_settings_accept() -> None:
+    (row,) = re.findall(r"^\| `EAGLE_EXPORTER_PROFILE_EVERY` .*$", README, re.MULTILINE)
+    assert "`6h` for example; at least ten minutes" in row
+    assert settings.read({"EAGLE_EXPORTER_PROFILE_EVERY": "6h"}, strict=True).profile_every == 6 * 3600
+    assert settings.read({"EAGLE_EXPORTER_PROFILE_EVERY": "10m"}, strict=True).profile_every == 600
+    with pytest.raises(settings.SettingError, match="at least"):
+        settings.read({"EAGLE_EXPORTER_PROFILE_EVERY": "599s"}, strict=True)
 
 
 def test_the_table_of_commands_is_complete() -> None:
@@ -278,7 +281,7 @@ def test_every_command_can_be_given(block: Block, live: Live) -> None:
                 if command in RUN and "--prometheus" not in rest:
                     live.run(words)
             case ["curl", "-s", _]:
-                live.run(["curl", "-sf", *words[2:]])
+                live.run([str(find_tool("curl")), "-sf", *words[2:]])
             case ["promtool", "check", *rest]:
                 live.run([str(find_tool("promtool")), "check", *rest])
             case ["cd", path]:

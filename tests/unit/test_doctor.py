@@ -18,10 +18,11 @@ import pytest
 from eagle_exporter import catalogue
 from eagle_exporter.cli import doctor, main
 from eagle_exporter.cli.doctor import Report
+from eagle_exporter.demo.sglang_server import free_port
 from eagle_exporter.hooks import points
 from tests.certificates import Authority
-from tests.ranks import RankProcess, write_ended
-from tests.service.exporter import Exporter, free_port
+from tests.ranks import INFOS, RankProcess, write_ended
+from tests.service.exporter import Exporter
 from tests.sglang.measured import SGLANG, interpreter
 from tests.tools import ROOT
 
@@ -35,7 +36,7 @@ class FakeSGLang:
 
     def __init__(self, folder: Path, version: str = "0.5.99") -> None:
         self.folder = folder
-        start = (PLUGIN_SYSTEM, points.LAUNCH_SCHEDULERS, points.SCHEDULER_INIT, FAMILY.probe)
+        start = (PLUGIN_SYSTEM, points.LAUNCH_SCHEDULERS, points.SCHEDULER_INIT)
         self.functions: dict[str, tuple[str, ...]] = dict.fromkeys(start, ())
         self.functions |= {point.target: point.reads for point in FAMILY.points}
         self.version = version
@@ -118,7 +119,6 @@ def test_a_function_that_is_gone_is_named(fake: FakeSGLang, root: Path, point: p
     assert all(phase in text_of(report, "hooks") for phase in lost if not core)
 
 
-READS = {point.target: point.reads for family in points.FAMILIES for point in family.points}
 READING = [point for point in FAMILY.points if point.reads]
 
 
@@ -131,23 +131,26 @@ def test_a_parameter_that_is_gone_is_named(fake: FakeSGLang, root: Path, point: 
     assert all(name in hook.problem for name in point.reads)
 
 
-def test_a_family_that_nobody_knows_is_tried_point_by_point(fake: FakeSGLang, root: Path) -> None:
-    for family in points.FAMILIES:
-        if family.probe in fake.functions:
-            fake.rename(family.probe)
+def test_a_worker_that_nobody_knows_is_told(fake: FakeSGLang, root: Path) -> None:
+    """As the hooks do: what every worker has is measured."""
+    module = FAMILY.worker.partition(":")[0] + ":"
+    for target in [target for target in fake.functions if target.startswith(module)]:
+        fake.rename(target)
     fake.write()
     report = examine(root)
     assert report.status == "degraded"
-    assert "no known family" in text_of(report, "sglang")
-    assert report.hooks
+    assert report.family == points.GENERIC.name
+    assert "no known family" in text_of(report, "hooks")
 
 
-def test_without_a_plugin_system_nothing_can_start(fake: FakeSGLang, root: Path) -> None:
+def test_without_a_plugin_system_it_says_how_to_start(fake: FakeSGLang, root: Path) -> None:
     fake.rename(PLUGIN_SYSTEM)
     fake.write()
     report = examine(root)
-    assert report.status == "broken"
+    assert report.status == "ok"
     assert "no plugin system" in text_of(report, "plugin")
+    assert "eagle-exporter launch --" in text_of(report, "plugin")
+    assert examine(root, EAGLE_EXPORTER_ENABLED="0").status == "degraded"
 
 
 @pytest.mark.parametrize("target", [points.LAUNCH_SCHEDULERS, points.SCHEDULER_INIT])
@@ -208,40 +211,6 @@ def test_wrong_settings_are_told(fake: FakeSGLang, root: Path) -> None:
     assert "OF_OTHERS" not in text_of(report, "settings")
 
 
-def test_inherited_and_reexported_functions_are_found(tmp_path: Path) -> None:
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "__init__.py").write_text("from .a import function as renamed\n")
-    (package / "a.py").write_text(
-        "try:\n    from package.b import Base\nexcept ImportError:\n    Base = object\n"
-        "class Derived(Base):\n    def own(self, x, *, y): ...\n"
-        "if True:\n    async def function(x): ...\nfunction_alias = 1\n"
-    )
-    (package / "b.py").write_text("class Base:\n    def inherited(self, z): ...\n")
-    source = doctor._Source("package", package)
-    inherited = source.find("package.a:Derived.inherited")
-    assert inherited is not None
-    assert inherited.place == "package/b.py:2"
-    assert inherited.takes("z")
-    own = source.find("package.a:Derived.own")
-    assert own is not None
-    assert own.takes("y")
-    assert not own.takes("z")
-    renamed = source.find("package:renamed")
-    assert renamed is not None
-    assert renamed.place == "package/a.py:8"
-    for missing in (
-        "package.a:function_alias",
-        "package.a:Derived",
-        "package.a:Derived.none",
-        "package.c:f",
-        "other:f",
-    ):
-        assert source.find(f"package.{missing}") is None
-        assert source.why_not(f"package.{missing}")
-    assert source.find("other:f") is None
-
-
 RESOLVE = """
 import inspect, json, sys
 from eagle_exporter.hooks import attach, points
@@ -275,13 +244,23 @@ def test_the_text_says_what_an_import_of_the_real_sglang_says(root: Path) -> Non
     imported = subprocess.run([python, "-c", RESOLVE], capture_output=True, text=True, cwd=ROOT)
     assert imported.returncode == 0, imported.stderr[-2000:]
     truth = json.loads(imported.stdout.splitlines()[-1])
-    assert report["hooks"]
-    for hook in report["hooks"]:
-        assert hook["resolves"] == (truth[hook["target"]] is not None), hook
-        if hook["resolves"]:
-            file, parameters = truth[hook["target"]]
-            assert file.endswith(hook["place"].partition(":")[0]), hook
-            assert set(READS[hook["target"]]) <= set(parameters), hook
+    assert [each["name"] for each in report["families"]] == ["v2", "multi-layer-v2", "frozen-kv-mtp"]
+    for described in report["families"]:
+        (family,) = [each for each in points.FAMILIES if each.name == described["name"]]
+        reads = {point.target: point.reads for point in family.points}
+        assert [hook["target"] for hook in described["hooks"]] == list(reads)
+        for hook in described["hooks"]:
+            assert hook["resolves"] == (truth[hook["target"]] is not None), hook
+            if hook["resolves"]:
+                file, parameters = truth[hook["target"]]
+                assert file.endswith(hook["place"].partition(":")[0]), hook
+                assert set(reads[hook["target"]]) <= set(parameters), hook
+
+
+def described(label: str) -> str:
+    """Return what the ranks of these tests say about their configuration."""
+    (values,) = INFOS["eagle_spec_config_info"]
+    return dict(zip(catalogue.BY_NAME["eagle_spec_config_info"].labels, values, strict=True))[label]
 
 
 # --- the registry ------------------------------------------------------------------------------------------
@@ -298,6 +277,21 @@ def test_no_registry_yet_is_nothing_bad(fake: FakeSGLang, root: Path) -> None:
     report = examine(root)
     assert report.status == "ok"
     assert "not there yet" in text_of(report, "registry")
+
+
+def test_a_registry_that_the_next_server_cannot_use_is_broken(fake: FakeSGLang, root: Path) -> None:
+    """Whose refusal is the kernel's is tried in tests/sglang/test_other_user.py."""
+    fake.write()
+    root.mkdir()
+    (root / "taken").write_text("no directory")
+    report = examine(root, EAGLE_EXPORTER_SERVER="taken")
+    assert report.status == "broken"
+    assert f"{root}/taken is not a directory" in text_of(report, "registry")
+    assert examine(root, EAGLE_EXPORTER_SERVER="free").status == "ok"
+    assert "taken" not in text_of(examine(root, EAGLE_EXPORTER_SERVER="taken", EAGLE_EXPORTER_ENABLED="0"), "registry")
+    with RankProcess(root, {"server": "running"}):
+        report = examine(root, EAGLE_EXPORTER_SERVER="taken")
+        assert "would not be measured" not in text_of(report, "registry"), "the one that runs is what doctor is about"
 
 
 def test_ranks_that_ended_are_counted_and_nothing_bad(fake: FakeSGLang, root: Path) -> None:
@@ -318,7 +312,10 @@ def test_what_the_hooks_of_a_running_rank_say(fake: FakeSGLang, root: Path) -> N
     assert (rank.hooks_down, rank.cycles, rank.alive) == (("sample", "tree_build"), 7, True)
     assert rank.timing == "on"
     assert report.status == "degraded"
-    assert "hooks down: sample, tree_build" in text_of(report, "rank")
+    assert rank.problems == {"sample": "no function of sample", "tree_build": "no function of tree_build"}
+    assert rank.family == described("hook_family")
+    down = "hooks down: sample (no function of sample), tree_build (no function of tree_build)"
+    assert f"family {rank.family}: {down}; their series are absent" in text_of(report, "rank")
 
 
 def test_a_rank_that_records_nothing_is_broken(fake: FakeSGLang, root: Path) -> None:
@@ -458,7 +455,9 @@ def test_the_report_for_people_and_for_programs(
     assert main(["doctor", "--json", "--dir", str(root), "--url", NOBODY]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["status"] == "degraded"
-    assert set(report) == {"status", "versions", "family", "hooks", "ranks", "findings"}
+    assert set(report) == {"status", "versions", "family", "hooks", "families", "ranks", "findings"}
+    assert report["families"][0]["name"] == report["family"]
+    assert report["families"][0]["hooks"] == report["hooks"]
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("degraded", 1), ("broken", 2)])

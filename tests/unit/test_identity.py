@@ -145,6 +145,16 @@ def test_the_tiers_are_the_configured_one_and_those_it_may_switch_to() -> None:
     assert identity.num_steps_tiers(SimpleNamespace(), arguments()) == (3,)
 
 
+def test_a_worker_that_counts_no_steps_has_one_less_than_it_verifies() -> None:
+    """NGRAM, DFLASH, UNO."""
+    made = SimpleNamespace(speculative_num_draft_tokens=8, speculative_num_steps=1)
+    assert identity.num_steps_tiers(made, arguments(), counts_steps=False) == (7,)
+    assert identity.num_steps_tiers(made, arguments()) == (1,)
+    assert identity.num_steps_tiers(
+        SimpleNamespace(speculative_num_draft_tokens=4), arguments(speculative_num_steps=None)
+    ) == (3,)
+
+
 def test_an_unknown_number_of_steps_is_an_error() -> None:
     with pytest.raises(ValueError, match="draft steps"):
         identity.num_steps_tiers(SimpleNamespace(), arguments(speculative_num_steps=None))
@@ -214,6 +224,12 @@ def test_without_speculation_there_is_a_configuration_too() -> None:
 
 
 # --- surroundings ----------------------------------------------------------------------------------------
+def test_a_pipeline_stage_without_a_worker_says_how_the_server_speculates() -> None:
+    made = scheduler(arguments(speculative_eagle_topk=4, speculative_num_draft_tokens=8))
+    stage = dict(zip(catalogue.SPEC_CONFIG_LABELS, identity.spec_config(made, None, "v2", {}), strict=True))
+    assert (stage["num_steps"], stage["topk"], stage["num_draft_tokens"]) == ("3", "4", "8")
+
+
 def test_nccl_variables_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in catalogue.NCCL_VARIABLES.values():
         monkeypatch.delenv(variable, raising=False)
@@ -275,6 +291,28 @@ def test_draft_memory_leaves_out_what_the_target_has_already() -> None:
     )
     assert identity.draft_memory_bytes(made) == 20
     assert identity.draft_memory_bytes(worker()) is None
+
+
+@pytest.mark.parametrize(
+    ("draft", "inside"),
+    [
+        ({"draft_runner": model(Parameter(2, 10))}, True),  # V2
+        (
+            {"draft_runner_list": [model(Parameter(2, 6), Parameter(4, 3)), model(Parameter(2, 6), Parameter(5, 1))]},
+            True,
+        ),
+        ({"draft_model_runner": model(Parameter(2, 10))}, False),  # V1
+        ({"model_runner_list": [model(Parameter(2, 4)), model(Parameter(6, 6))]}, False),
+    ],
+    ids=["v2", "multi-layer v2", "v1", "multi-layer v1"],
+)
+def test_the_draft_of_every_worker_is_found(draft: dict[str, Any], inside: bool) -> None:
+    """V2 has a draft worker inside its worker, V1 drafts itself; layers share what they share."""
+    made = worker(draft_worker=SimpleNamespace(**draft)) if inside else worker(**draft)
+    assert identity.draft_memory_bytes(made) == 10 * 2
+    assert len(identity.draft_runners(made)) == max(
+        len(value) if isinstance(value, list) else 1 for value in draft.values()
+    )
 
 
 def test_the_pool_is_the_schedulers() -> None:

@@ -16,8 +16,8 @@ PACKAGE = ROOT / "eagle_exporter"
 # Run by SGLang's processes only, and imported under names of their own: not part of the package's modules.
 FOREIGN = (PACKAGE / "demo" / "cpu_standins", PACKAGE / "demo" / "overlap_plugin")
 
-HOOK_SIDE = ("catalogue", "settings", "control", "registry", "timing", "hooks")
-SIDECAR_SIDE = ("catalogue", "settings", "control", "registry", "analysis", "server", "cli")
+HOOK_SIDE = ("catalogue", "settings", "control", "registry", "timing", "kernels", "hooks")
+SIDECAR_SIDE = ("catalogue", "settings", "control", "registry", "kernels", "analysis", "server", "cli")
 SIDECAR_LIBRARIES = ("prometheus_client", "fastapi", "starlette", "uvicorn", "pydantic")
 ENGINE_LIBRARIES = ("torch", "sglang", "safetensors", "triton", "sgl_kernel")
 
@@ -27,10 +27,11 @@ MAY_USE: dict[str, set[str]] = {
     "registry": {"catalogue", "registry"},
     "control": {"registry"},
     "timing": {"catalogue", "registry", "timing"},
-    "hooks": {"catalogue", "settings", "control", "registry", "timing", "hooks"},
+    "kernels": {"catalogue", "registry", "kernels"},
+    "hooks": {"catalogue", "settings", "control", "registry", "timing", "kernels", "hooks"},
     "analysis": {"catalogue", "analysis"},
-    "server": {"catalogue", "settings", "registry", "analysis", "server"},
-    "cli": {"catalogue", "settings", "control", "registry", "analysis", "server", "demo", "cli"},
+    "server": {"catalogue", "settings", "registry", "kernels", "analysis", "server"},
+    "cli": {"catalogue", "settings", "control", "registry", "kernels", "analysis", "server", "demo", "cli"},
     "demo": {"catalogue", "settings", "registry", "timing", "demo"},
     "__main__": {"cli"},
     "__init__": set(),

@@ -19,8 +19,9 @@ import pytest
 
 from eagle_exporter import __version__
 from eagle_exporter.cli import assets
+from eagle_exporter.demo.sglang_server import free_port
 from tests.ranks import RankProcess
-from tests.service.exporter import free_port, wait_for
+from tests.service.exporter import wait_for
 from tests.sglang.measured import interpreter
 from tests.tools import ROOT, soak
 

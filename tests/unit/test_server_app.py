@@ -26,7 +26,7 @@ from tests.ranks import RankProcess
 if TYPE_CHECKING:
     from pathlib import Path
 
-PATHS = ("/metrics", "/", "/api/v1/cycle", "/openapi.json", "/-/healthy", "/-/ready")
+PATHS = ("/metrics", "/", "/api/v1/cycle", "/api/v1/kernels", "/openapi.json", "/-/healthy", "/-/ready")
 
 
 def ask(
@@ -186,7 +186,15 @@ def test_the_page_asks_no_other_host_and_its_policy_allows_only_its_own_code(tmp
 
 def test_openapi_documents_the_answer(tmp_path: Path) -> None:
     schema = ask(tmp_path, "/openapi.json").json()
-    assert set(schema["paths"]) == {"/metrics", "/", "/api/v1/cycle", "/-/healthy", "/-/ready"}
+    assert set(schema["paths"]) == {
+        "/metrics",
+        "/",
+        "/api/v1/cycle",
+        "/api/v1/kernels",
+        "/api/v1/kernels/trace",
+        "/-/healthy",
+        "/-/ready",
+    }
     answer = schema["paths"]["/api/v1/cycle"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
     assert answer == {"$ref": "#/components/schemas/Cycle"}
     described = schema["components"]["schemas"]["Window"]["properties"]

@@ -21,7 +21,8 @@ from tests.ranks import make_plan
 from tests.unit.doubles import HandClock, Observed, histogram, make_recorder, value
 from tests.unit.test_acceptance import Request
 
-ROLES = sorted({point.role for family in points.FAMILIES for point in family.points})
+EVERY_FAMILY = (*points.FAMILIES, points.GENERIC, points.PLAIN, points.STAGE)
+ROLES = sorted({point.role for family in EVERY_FAMILY for point in family.points})
 
 
 class Mode:
@@ -54,6 +55,8 @@ class Engine:
         calls: Names of SGLang's own functions, in the order they ran.
         raising: Function of SGLang that raises.
         ending: Ids of the requests that end with the next result.
+        coordinated: Ranks with other work than a prefill do it beside a prefill.
+        drafts_ahead: The last stage of a pipeline: the next cycle is drafted at the end of this one.
     """
 
     SECONDS: ClassVar[dict[str, float]] = {
@@ -77,6 +80,8 @@ class Engine:
         self.calls: list[str] = []
         self.raising = ""
         self.ending: set[str] = set()
+        self.coordinated = False
+        self.drafts_ahead = self.drafted = False
         self.speculative_num_steps = num_steps
         self.speculative_num_draft_tokens = num_steps + 1
         self.topk = topk
@@ -135,23 +140,35 @@ class Engine:
 
     def _generate(self, batch: Batch, on_publish: Any = None) -> Any:
         assert on_publish != "lost"
-        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+        beside = batch.is_extend_in_batch and self.coordinated
+        if batch.forward_mode.is_extend() or (batch.is_extend_in_batch and not beside):
+            if beside and batch.forward_mode.is_extend():
+                self._draft(self)
             self.target_forward()
             self.draft_extend()
             return SimpleNamespace()
         if batch.forward_mode.is_idle():
             return SimpleNamespace()
-        if self.speculative_num_steps:
-            self.kv_prepare()
-            self.work("before_draft")
-            self.draft_forward(self)
-            self.tree_build()
+        if self.speculative_num_steps and not self.drafted:
+            self._draft(self)
         batch.spec_info = SimpleNamespace(
             spec_steps=self.speculative_num_steps, draft_token_num=self.speculative_num_steps + 1
         )
         self.verify(self, batch)
         self.draft_extend()
-        return SimpleNamespace(num_correct_drafts_per_req_cpu=[2] * len(batch.reqs))
+        if self.drafts_ahead:
+            self.clock.advance(0.0007)  # the copy of the new lengths to the host
+            self._draft(self)
+            self.drafted = True
+        rows = len(batch.reqs)
+        # The second is there when the result is processed; this outline has it at once.
+        return SimpleNamespace(accept_lens=object(), num_correct_drafts_per_req_cpu=[2] * rows)
+
+    def _draft(self, _: Any) -> None:
+        self.kv_prepare()
+        self.work("before_draft")
+        self.draft_forward(self)
+        self.tree_build()
 
     def _process(self, batch: Batch, result: Any) -> str:
         self.calls.append("process")
@@ -270,10 +287,48 @@ def test_a_prefill_is_no_cycle(rig: Rig) -> None:
     assert rig.value("eagle_output_tokens_total") == 3
 
 
-def test_a_decode_rank_among_prefilling_ranks_takes_the_prefill_path(rig: Rig) -> None:
+def test_a_decode_rank_that_takes_the_prefill_path_of_another_is_left_out_and_counted(rig: Rig) -> None:
+    """Under DP attention: it decodes without a draft, and at the pace of somebody else's prompt."""
+    rig.engine.cycle(batch())
     rig.engine.cycle(batch(is_extend_in_batch=True))
+    rig.clock.advance(0.5)
+    rig.engine.cycle(batch())
+    assert rig.value("eagle_cycles_total") == 2
+    assert rig.value("eagle_cycles_excluded_total", "prefill_path") == 1
+    assert rig.histogram("eagle_prefill_phase_duration_seconds", "target_prefill")[0] == 0
+    assert rig.value("eagle_drafts_total") == 2
+    assert rig.value("eagle_output_tokens_total") == 9
+    assert rig.histogram("eagle_cycle_gap_seconds")[0] == 0, "the next cycle does not follow a cycle"
+    assert rig.errors() == {}
+
+
+def test_a_decode_rank_that_decodes_beside_another_ones_prefill_is_a_cycle(rig: Rig) -> None:
+    """0.5.21 and newer can let each rank do its own work (``enable_dp_spec_prefill_coordination``)."""
+    rig.engine.coordinated = True
+    rig.engine.cycle(batch(is_extend_in_batch=True))
+    rig.engine.cycle(batch())
+    assert rig.value("eagle_cycles_total") == 2
+    assert rig.value("eagle_accepted_tokens_total") == 4
+    assert rig.value("eagle_cycles_excluded_total", "prefill_path") == 0
+    assert rig.histogram("eagle_cycle_gap_seconds")[0] == 1
+    assert rig.phases()["target_verify"] == pytest.approx(2 * 0.020)
+
+
+def test_a_prefilling_rank_that_drafts_idly_for_the_others_still_times_its_target(rig: Rig) -> None:
+    rig.engine.coordinated = True
+    rig.engine.cycle(batch(mode="extend", is_extend_in_batch=True))
+    name = "eagle_prefill_phase_duration_seconds"
+    assert rig.histogram(name, "target_prefill") == (1, pytest.approx(0.050))
+    assert rig.histogram(name, "draft_extend") == (1, pytest.approx(0.003))
     assert rig.value("eagle_cycles_total") == 0
-    assert rig.histogram("eagle_prefill_phase_duration_seconds", "target_prefill")[0] == 1
+    assert rig.errors() == {}
+
+
+def test_an_idle_rank_beside_a_prefill_is_idle(rig: Rig) -> None:
+    rig.engine.generate(rig.engine, Batch([], Mode("idle"), is_extend_in_batch=True))
+    assert rig.value("eagle_cycles_excluded_total", "idle") == 1
+    assert rig.histogram("eagle_prefill_phase_duration_seconds", "target_prefill")[0] == 0
+    assert rig.clock.free == rig.clock.slots
 
 
 def test_an_idle_rank_is_counted_and_nothing_else(rig: Rig) -> None:
@@ -289,6 +344,51 @@ def test_without_drafting_what_precedes_the_verify_prepares_it(tmp_path: Path) -
     assert rig.value("eagle_batch_cycles_total", "1", "0") == 1
     assert rig.value("eagle_batch_phase_seconds_total", "1", "0", "draft_steps") == 0
     assert rig.value("eagle_batch_phase_seconds_total", "1", "0", "target_verify") == pytest.approx(0.020)
+
+
+def test_the_last_stage_of_a_pipeline_drafts_the_next_cycle_in_this_one(rig: Rig) -> None:
+    """0.5.21 and newer: its draft belongs to the cycle that it runs in, and the result is made anew on its way."""
+    rig.session.tail_draft = True
+    rig.engine.drafts_ahead = True
+    flying: list[tuple[Batch, Any]] = []
+    first = Request(), Request()
+    for requests in (first, (Request(),), first):
+        current = batch(*requests)
+        result = rig.engine.generate(rig.engine, current)
+        # SGLang sends the last stage's result around all stages, and makes another object of it; it is processed with
+        # a copy of the batch, whose own rows may be others by then.
+        anew = SimpleNamespace(**{name: value for name, value in vars(result).items() if not name.startswith("_eagle")})
+        flying.append((batch(*requests), anew))
+        current.reqs = []
+        if len(flying) == 2:
+            assert rig.engine.process(rig.engine, *flying.pop(0)) == "processed"
+    assert rig.engine.process(rig.engine, *flying.pop(0)) == "processed"
+    assert rig.value("eagle_cycles_total") == 3
+    assert rig.value("eagle_batch_drafts_total", "2", "3") == 4
+    assert rig.value("eagle_batch_drafts_total", "1", "3") == 1
+    assert rig.value("eagle_cycles_dropped_total", "unmatched") == 0
+    phases = rig.phases()
+    assert phases["draft_extend"] == pytest.approx(3 * 0.003), "the copy to the host that follows is not in it"
+    # The first cycle of the outline drafts at both of its ends.
+    assert phases["draft_steps"] == pytest.approx(4 * (2 * 0.002 + 0.0003))
+    assert phases["kv_cache"] == pytest.approx(4 * 0.001)
+    assert phases["verify_overhead"] == pytest.approx(3 * (0.0006 + 0.0002 + 0.0007) + 4 * 0.0005)
+    assert phases["other"] == pytest.approx(3 * 0.0007 + 4 * 0.0001)
+    assert sum(phases.values()) == pytest.approx(rig.histogram("eagle_cycle_duration_seconds")[1])
+    assert rig.errors() == {}
+
+
+def test_a_result_of_a_pipeline_that_belongs_to_no_cycle_takes_none(rig: Rig) -> None:
+    rig.session.tail_draft = True
+    current = batch()
+    result = rig.engine.generate(rig.engine, current)
+    stranger = SimpleNamespace(num_correct_drafts_per_req_cpu=[1])
+    rig.engine.process(rig.engine, batch(Request(rid="launched while switched off")), stranger)
+    assert rig.value("eagle_drafts_total") == 0
+    rig.engine.process(rig.engine, current, result)
+    assert rig.value("eagle_accepted_tokens_total") == 2
+    assert not rig.session._launched
+    assert rig.errors() == {}
 
 
 def test_acceptance_and_output_are_counted_per_request(rig: Rig) -> None:
@@ -349,14 +449,15 @@ def test_without_speculation_the_targets_forward_is_the_cycle(tmp_path: Path) ->
     """``ENABLED=1`` on a server without a draft model: its decode is the baseline, under ``num_steps="0"``."""
     rig = Rig(tmp_path)
     rig.session.plain_decode = True
+    model_forward = rig.session.wrapper("plain_forward")(lambda: rig.clock.advance(Engine.SECONDS["forward"]))
 
     def forward(_worker: Any, _batch: Batch) -> Any:
         rig.clock.advance(0.001)
-        rig.engine.model_forward()
+        model_forward()
         rig.clock.advance(0.0005)
         return SimpleNamespace()
 
-    target = rig.session.wrapper("target_verify")(forward)
+    target = rig.session.wrapper("plain_cycle")(forward)
     for mode in ("extend", "decode", "decode"):
         current = batch(Request(), Request(), mode=mode)
         assert rig.engine.process(rig.engine, current, target(SimpleNamespace(), current)) == "processed"
@@ -429,7 +530,7 @@ OURS = {
     "leave_kv_prepare": "kv_prepare",
     "enter_draft": "draft",
     "leave_draft": "draft",
-    "end_draft_step": "draft",
+    "end_draft_step": "draft_step",
     "note_kv_allocation": "kv_allocation",
     "before_result": "accept",
     "after_result": "accept",

@@ -24,7 +24,8 @@ GOOD = {
     "BUCKETS": ("0.001,0.01", "buckets", (0.001, 0.01)),
     "BASELINE_DECODE_SECONDS": ("1=0.0111,8=0.0135", "baseline", {"1": 0.0111, "5-8": 0.0135}),
     "GROUP": ("metrics", "group", "metrics"),
-    "PROFILE_EVERY": ("600", "profile_every", 600.0),
+    "PROFILE_EVERY": ("6h", "profile_every", 21600.0),
+    "KERNEL_CLASSES": ("/etc/eagle/classes", "kernel_classes", Path("/etc/eagle/classes")),
     "LOG_LEVEL": ("debug", "log_level", "debug"),
 }
 
@@ -59,6 +60,11 @@ BAD = [
     ("BASELINE_DECODE_SECONDS", "5=0.1,6=0.2"),
     ("BASELINE_DECODE_SECONDS", "²=0.1"),
     ("PROFILE_EVERY", "0"),
+    ("PROFILE_EVERY", "599"),
+    ("PROFILE_EVERY", "5m"),
+    ("PROFILE_EVERY", "infd"),
+    ("PROFILE_EVERY", "h"),
+    ("KERNEL_CLASSES", "classes"),
     ("PROFILE_EVERY", "never"),
     ("LOG_LEVEL", "loud"),
 ]

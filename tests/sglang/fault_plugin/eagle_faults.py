@@ -2,6 +2,9 @@
 
 The file named by EAGLE_FAULTS holds the name of a hook, ``cost`` (every boundary takes 3 ms), or nothing. So one
 running server serves many tests.
+
+EAGLE_FAULTS_RENAMED names hooks, or functions of SGLang as ``module:path``: they get another name right after their
+module was imported, as in an SGLang from the future. SGLang itself still finds them by the old one.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +34,9 @@ class Planted(Exception):
 
 def register() -> None:
     """Wrap the exporter's own code, before its hooks attach."""
-    unresolved = os.environ.get("EAGLE_FAULTS_UNRESOLVED", "").split(",")
-    if unresolved != [""]:
-        _rename(unresolved)
+    names = os.environ.get("EAGLE_FAULTS_RENAMED", "")
+    if names:
+        _rename_when_imported(names.split(","))
     path = os.environ.get("EAGLE_FAULTS")
     if not path:
         return
@@ -86,14 +90,53 @@ def register() -> None:
         boundary(name)
 
 
-def _rename(hooks: list[str]) -> None:
-    """Let the points of some hooks not exist, as in an SGLang that has renamed them."""
-    from dataclasses import replace
+def _rename_when_imported(names: list[str]) -> None:
+    from eagle_exporter.hooks import attach, points
 
-    from eagle_exporter.hooks import plugin, points
+    def later(target: str) -> Callable[[], None]:
+        def callback() -> None:
+            rename(target)
 
-    family = points.V2
-    renamed = tuple(
-        replace(point, target=point.target + "_renamed") if point.hook in hooks else point for point in family.points
-    )
-    plugin.attach_points.__defaults__ = ((replace(family, points=renamed),),)
+        return callback
+
+    targets = [name for name in names if ":" in name]
+    targets += [point.target for point in points.V2.points if point.hook in names]
+    for target in targets:
+        module = target.partition(":")[0]
+        attach.when_imported(module, later(target))
+
+
+def rename(target: str) -> Callable[[], None]:
+    """Give a function of SGLang another name, and let only a look-up that fails find it by the old one.
+
+    That is what a call in SGLang does, and what the exporter, which looks at what is defined, does not.
+
+    Returns:
+        Undoes it.
+    """
+    from eagle_exporter.hooks import attach
+
+    owner, name, raw = attach.resolve(target)
+    new = f"{name}_in_the_future"
+    delattr(owner, name)
+    setattr(owner, new, raw)
+    before: Any = vars(owner).get("__getattr__")
+
+    def __getattr__(*where: Any) -> Any:  # noqa: N807 - of the class (self, name) or the module (name)
+        if where[-1] == name:
+            return getattr(where[0] if len(where) > 1 else owner, new)
+        if before is not None:
+            return before(*where)
+        raise AttributeError(f"{owner} has no attribute {where[-1]}")
+
+    owner.__getattr__ = __getattr__
+
+    def undo() -> None:
+        delattr(owner, new)
+        setattr(owner, name, raw)
+        if before is None:
+            del owner.__getattr__
+        else:
+            owner.__getattr__ = before
+
+    return undo

@@ -1,0 +1,85 @@
+"""The README says what the wheels say, and what is really run."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from eagle_exporter.hooks.selection import Configuration
+from tests.sglang import runs
+from tests.tools import ROOT
+from tests.versions import matrix, table, wheels
+
+
+def test_the_readme_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert table.main(["--check"]) == 0, capsys.readouterr().err
+
+
+@pytest.fixture
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A README that may be changed."""
+    path = tmp_path / "README.md"
+    path.write_text(table.README.read_text())
+    monkeypatch.setattr(table, "README", path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("pattern", "other"), [(r"(\d+) of \1", "1 of 99"), ("tree with overlap", "tree"), ("`v1`", "`v9`")]
+)
+def test_one_that_is_not_is_told_and_mended(copy: Path, pattern: str, other: str) -> None:
+    right = copy.read_text()
+    wrong = re.sub(pattern, other, right, count=1)
+    assert wrong != right
+    copy.write_text(wrong)
+    assert table.main(["--check"]) == 1
+    assert copy.read_text() == wrong
+    assert table.main([]) == 0
+    assert copy.read_text() == right
+
+
+def test_one_without_a_place_for_the_tables_is_refused(copy: Path) -> None:
+    copy.write_text(copy.read_text().replace(table.BEGIN, ""))
+    with pytest.raises(ValueError, match="0 times"):
+        table.main([])
+
+
+def test_a_point_that_does_not_resolve_is_in_the_table_by_its_family_and_hook() -> None:
+    newest = matrix.version(wheels.VERSIONS[-1])
+    (key, gone), *_ = ((key, place) for key, place in newest.places.items() if place.point.hook == "draft_extend")
+    places = {**newest.places, key: replace(gone, problem="gone", defined="")}
+    every = len({(newest.families[worker], place.point.target) for (worker, _), place in places.items()})
+    assert table._resolved(newest) == f"{every} of {every}"
+    assert table._resolved(replace(newest, places=places)).startswith(f"{every - 1} of {every}: `")
+    assert table._resolved(replace(newest, places=places)).endswith("lacks draft_extend")
+
+
+@pytest.mark.parametrize("run", runs.RUNS, ids=str)
+def test_what_is_run_is_run_with_the_worker_that_the_matrix_has(run: runs.Run) -> None:
+    examined = matrix.version(run.version)
+    asked = Configuration(topk=run.configuration.topk, overlap=run.configuration.overlap)
+    # Until 0.5.10 the first V2 is asked for by the environment, as `legacy` does.
+    switched = replace(Configuration(), spec_v2=True) if run.configuration.overlap and run.launched else asked
+    worker = examined.workers[switched] or ""
+    assert worker.endswith(f":{run.worker}")
+    assert run.launched == (not examined.plugins)
+
+
+def test_every_version_that_is_run_is_prepared() -> None:
+    text = (ROOT / "Makefile").read_text()
+    tested, soaked = (
+        re.findall(rf"^SGLANG_{name} \?= (.*)$", text, re.MULTILINE)[0].split() for name in ("TESTED", "SOAKED")
+    )
+    always = {run.version for run in runs.RUNS if run not in runs.MORE_OLD_VERSIONS}
+    assert sorted(always) == sorted(tested)
+    assert {run.version for run in runs.RUNS} == {*tested, *soaked}
+
+
+def test_what_was_run_on_a_gpu_has_its_figures() -> None:
+    text = (ROOT / "tests" / "gpu" / "results.json").read_text()
+    assert {run.gpu for run in runs.ON_A_GPU} <= set(re.findall(r'"gpu": "([^"]+)"', text))
+    assert json.loads(text)
