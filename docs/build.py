@@ -29,6 +29,7 @@ SECTIONS = {
     "eagle_batch_cycles_total": "At equal batch size and step count",
     "eagle_drafts_total": "Acceptance",
     "eagle_spec_num_steps": "Configuration",
+    "eagle_kernel_seconds_total": "Kernels of captured cycles",
     "eagle_hook_up": "The hooks themselves",
     "eagle_rank_up": "The exporter",
 }

@@ -76,7 +76,9 @@ class Settings:
         decode_memory: How long a measured cost without speculation is remembered. It is measured only while
             the server decodes without speculation.
         host_skew: RankSkew: host time of a rank above that of the others in its tensor parallel group, as a
-            share of the cycle.
+            share of the cycle. Only where the scheduler thread waits for nobody inside the cycle: with the host
+            clock (on the CPU) and with V1 workers it waits for the other ranks there, and the rank with the most
+            host time is the one that waits.
         gap_skew: ... the same for the gap between cycles.
         host_bound_skew: ... the same for the share of host-bound cycles.
         replica_skew: RankSkew: verify of a replica over that of the others, at equal batch and context.
@@ -395,6 +397,10 @@ class Rules:
         cell = f"{self.replica_verify} / {others(self.replica_verify, 'dp_rank')} and {context}"
         pooled = "sum by (server, dp_rank)"
         timed = rate(promql.TIMED_CYCLES)
+        waits = (
+            f'unless on ({by}) {_metric("eagle_timing_info")}{{clock!="cuda_event"}} '
+            f'unless on ({by}) {promql.SPEC_CONFIG}{{hook_family=~"(.+-)?v1"}}'
+        )
         enough = f"({timed} >= {_number(self.settings.traffic)})"
         return Group(
             "eagle-ranks",
@@ -420,7 +426,7 @@ class Rules:
                     2,
                 ),
                 # Host time and gap count by what they are of the cycle: twice of nothing is nothing.
-                Recording(self.host_excess, f"{excess(self.rank_host)} / {self.rank_cycle}", 2),
+                Recording(self.host_excess, f"{excess(self.rank_host)} / {self.rank_cycle} {waits}", 2),
                 Recording(self.gap_excess, f"{excess(self.rank_gap)} / {self.rank_cycle}", 2),
                 Recording(self.host_bound_excess, excess(self.rank_host_bound), 2),
                 Recording(self.replica_cell, cell, 3),

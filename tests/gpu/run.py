@@ -1,7 +1,8 @@
 """Measures the exporter on a real GPU: real SGLang, EAGLE-3, CUDA graphs, a synthetic model with known acceptance.
 
 ``run.sh`` sets the environment. Each part starts engines, compares modes within one run (alternating, the order
-rotated) and writes OUT/<part>.json; ``summarise.py`` merges the parts into ``results.json``.
+rotated) and writes OUT/<part>.json; ``summarise.py`` merges the parts into ``results.json``. README.md says what the
+parts are and what time they need.
 """
 
 from __future__ import annotations
@@ -15,192 +16,26 @@ import sys
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import models
-
-PHASES = ("draft_steps", "target_verify", "draft_extend", "verify_overhead", "kv_cache", "other")
-MODELS = Path(os.environ.get("MODELS", "/dev/shm/eagle-models"))
-REGISTRY = Path("/dev/shm/eagle-gpu-registry")
-
-
-class Engine:
-    """One SGLang engine with the plugin, the switch, and the registry it writes."""
-
-    def __init__(self, name: str, shape: str, *, topk: int = 1, steps: int = 3, draft_tokens: int = 4, **extra: Any):
-        self.name = name
-        self.switch = Path(f"/tmp/eagle-switch-{name}")
-        self.sequence = 0
-        os.environ.update(
-            EAGLE_GPU_SWITCH=str(self.switch),
-            EAGLE_EXPORTER_ENABLED="1",
-            EAGLE_EXPORTER_EMBED="0",
-            EAGLE_EXPORTER_DIR=str(REGISTRY),
-            EAGLE_EXPORTER_SERVER=name,
-            SGLANG_PLUGINS="eagle_exporter,eagle_gpu_switch",
-        )
-        import sglang
-
-        models.build(MODELS / shape, shape)
-        begin = time.time()
-        self.steps = steps
-        self.topk = topk
-        self.engine = sglang.Engine(
-            model_path=str(MODELS / shape / "target"),
-            speculative_algorithm="EAGLE3",
-            speculative_draft_model_path=str(MODELS / shape / "draft"),
-            speculative_num_steps=steps,
-            speculative_eagle_topk=topk,
-            speculative_num_draft_tokens=draft_tokens,
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            attention_backend="triton",
-            sampling_backend="pytorch",
-            grammar_backend="none",
-            disable_radix_cache=True,
-            mem_fraction_static=0.5,
-            context_length=8192,
-            disable_prefill_cuda_graph=True,
-            skip_server_warmup=True,
-            log_level="info",
-            max_total_tokens=120000,
-            random_seed=1,
-            disable_custom_all_reduce=True,
-            **({"max_running_requests": 16, "cuda_graph_max_bs_decode": 16} | extra),
-        )
-        self.start_seconds = time.time() - begin
-        print(f"[{name}] engine up in {self.start_seconds:.1f} s", flush=True)
-
-    def command(self, **command: Any) -> dict[str, Any]:
-        """Let the scheduler obey a command while it is idle, and return its answer."""
-        self.sequence += 1
-        temporary = self.switch.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"sequence": self.sequence, **command}))
-        temporary.rename(self.switch)
-        done = Path(f"{self.switch}.done")
-        deadline = time.time() + 60
-        while time.time() < deadline:
-            try:
-                answer: dict[str, Any] = json.loads(done.read_text())
-            except (OSError, ValueError):
-                answer = {}
-            if answer.get("sequence") == self.sequence:
-                if "error" in answer:
-                    raise RuntimeError(answer["error"])
-                return answer
-            time.sleep(0.002)
-        raise TimeoutError(f"no answer to {command}")
-
-    def registry(self) -> dict[tuple[str, tuple[str, ...]], float]:
-        """All scalar values (and the sums and counts of histograms) of the rank."""
-        from eagle_exporter.registry.reader import RegistryReader
-
-        snapshot = RegistryReader(REGISTRY).read()
-        rank = next(rank for rank in snapshot.ranks if rank.labels["server"] == self.name)
-        values: dict[tuple[str, tuple[str, ...]], float] = {}
-        for family in rank.families:
-            for series in family.series:
-                values[family.name, series.labels] = series.value
-                if series.buckets:
-                    values[family.name + "_count", series.labels] = sum(series.buckets)
-        return values
-
-    def request(self, batch: int, tokens: int) -> dict[str, Any]:
-        """Generate, check the tokens, and return tok/s with what the registry gained meanwhile."""
-        prompts = [models.prompt(index) for index in range(batch)]
-        before = self.registry()
-        begin = time.perf_counter()
-        outputs = self.engine.generate(
-            input_ids=prompts, sampling_params={"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        )
-        wall = time.perf_counter() - begin
-        time.sleep(0.05)
-        after = self.registry()
-        right = all(
-            output["output_ids"] == models.expected_tokens(prompt, tokens)
-            for prompt, output in zip(prompts, outputs, strict=True)
-        )
-        meta = [output["meta_info"] for output in outputs]
-        return {
-            "wall": wall,
-            "tok_s": batch * tokens / wall,
-            "tokens_right": right,
-            "verify_ct": sum(m["spec_verify_ct"] for m in meta),
-            "histogram": _sum_lists([_histogram(m) for m in meta]),
-            "gained": {key: after[key] - before.get(key, 0.0) for key in after if after[key] != before.get(key, 0.0)},
-        }
-
-    def close(self) -> None:
-        self.engine.shutdown()
+from tests.gpu import driver, tensor_parallel
+from tests.gpu import kernels as captures
+from tests.gpu.driver import Engine
+from tests.gpu.figures import PHASES, UNCOUNTED, acceptance, bootstrap, gain, means, write
 
 
-def _histogram(meta: dict[str, Any]) -> list[int]:
-    for name in ("spec_correct_drafts_histogram", "spec_accept_histogram"):
-        if meta.get(name):
-            return list(meta[name])
-    return []
+def means_of(result: dict[str, Any]) -> dict[str, Any]:
+    """Means per timed cycle of the recording rank."""
+    return means(result["gained"])
 
 
-def _sum_lists(lists: list[list[int]]) -> list[int]:
-    width = max((len(values) for values in lists), default=0)
-    return [sum(values[i] for values in lists if i < len(values)) for i in range(width)]
-
-
-def gain(result: dict[str, Any], name: str, *labels: str) -> float:
-    return float(result["gained"].get((name, tuple(labels)), 0.0))
-
-
-def means(result: dict[str, Any]) -> dict[str, Any]:
-    """Mean seconds per timed cycle: device and host by phase, gap, hook cost."""
-    timed = sum(value for (name, _), value in result["gained"].items() if name == "eagle_batch_timed_cycles_total")
-    if not timed:
-        return {"timed": 0}
-    cycles = gain(result, "eagle_cycles_total")
-    return {
-        "timed": timed,
-        "cycles": cycles,
-        "device": {p: gain(result, "eagle_phase_duration_seconds", p) / timed for p in PHASES},
-        "host": {p: gain(result, "eagle_phase_host_seconds_total", p) / timed for p in PHASES},
-        "cycle": gain(result, "eagle_cycle_duration_seconds") / timed,
-        "gap": gain(result, "eagle_cycle_gap_seconds") / max(gain(result, "eagle_cycle_gap_seconds_count"), 1),
-        "host_bound_share": gain(result, "eagle_host_bound_cycles_total") / timed,
-        "hook_us_per_cycle": gain(result, "eagle_hook_host_seconds_total") / cycles * 1e6,
-        "dropped": {
-            labels[0]: value
-            for (name, labels), value in result["gained"].items()
-            if name == "eagle_cycles_dropped_total"
-        },
-        "errors": {
-            labels[0]: value for (name, labels), value in result["gained"].items() if name == "eagle_hook_errors_total"
-        },
-        "steps": {
-            labels[0]: value / gain(result, "eagle_draft_steps_total", labels[0])
-            for (name, labels), value in result["gained"].items()
-            if name == "eagle_draft_step_seconds_total"
-        },
-        "steps_read_share": gain(result, "eagle_draft_steps_total", "1") / timed,
-    }
-
-
-def acceptance(result: dict[str, Any]) -> dict[str, Any]:
-    """What the registry counted beside what SGLang returned, and whether they agree."""
-    histogram = result["histogram"]
-    accepted = sum(i * count for i, count in enumerate(histogram))
-    drafts = sum(histogram)
-    return {
-        "registry_drafts": gain(result, "eagle_drafts_total"),
-        "registry_accepted": gain(result, "eagle_accepted_tokens_total"),
-        "sglang_drafts": drafts,
-        "sglang_accepted": accepted,
-        "per_position": [
-            gain(result, "eagle_accepted_tokens_per_pos_total", str(i)) for i in range(len(histogram) - 1)
-        ],
-        "sglang_per_position": [sum(histogram[i + 1 :]) for i in range(len(histogram) - 1)],
-        "equal": gain(result, "eagle_drafts_total") == drafts == result["verify_ct"]
-        and gain(result, "eagle_accepted_tokens_total") == accepted,
-        "tokens_right": result["tokens_right"],
-    }
+def answer_acceptance(result: dict[str, Any]) -> dict[str, Any]:
+    """Acceptance of the recording rank beside SGLang's own word."""
+    judged = acceptance(result["gained"], result["histogram"], result["verify_ct"])
+    return {**judged, "tokens_right": result["tokens_right"]}
 
 
 def alternate(
@@ -226,14 +61,13 @@ def alternate(
             wrong += not result["tokens_right"]
             speeds[mode].append(result["tok_s"])
             last[mode] = result
-    uncounted = ("raw", "device_timer", "off")
     report: dict[str, Any] = {"batch": batch, "tokens": tokens, "wrong_outputs": wrong, "modes": {}}
     reference = speeds[modes[0]]
     for mode in modes:
         pairs = [speed / raw for speed, raw in zip(speeds[mode], reference, strict=False)]
         if not pairs:
             continue
-        low, high = _bootstrap(pairs)
+        low, high = bootstrap(pairs)
         report["modes"][mode] = {
             "tok_s": [round(speed, 2) for speed in speeds[mode]],
             "median_tok_s": round(statistics.median(speeds[mode]), 2),
@@ -241,8 +75,8 @@ def alternate(
             "ratio_ci95": [round(low, 5), round(high, 5)],
             "pairs": len(pairs),
             "hook_us_median": round(statistics.median(costs[mode]) * 1e6, 2) if costs[mode] else None,
-            "means": means(last[mode]),
-            "acceptance": None if mode.partition("#")[0] in uncounted else acceptance(last[mode]),
+            "means": means(last[mode]["gained"]),
+            "acceptance": None if mode.partition("#")[0] in UNCOUNTED else answer_acceptance(last[mode]),
         }
         entry = report["modes"][mode]
         print(
@@ -254,15 +88,6 @@ def alternate(
     return report
 
 
-def _bootstrap(values: list[float], rounds: int = 2000) -> tuple[float, float]:
-    """95 % interval of the median by resampling."""
-    import random
-
-    rng = random.Random(1)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(rounds))
-    return medians[int(0.025 * rounds)], medians[int(0.975 * rounds) - 1]
-
-
 def smoke(out: Path, budget: float) -> dict[str, Any]:
     """The small model: does everything work at all?"""
     del budget
@@ -272,14 +97,18 @@ def smoke(out: Path, budget: float) -> dict[str, Any]:
     report["graphs"] = engine.command(mode="on").get("draft_graphs")
     for batch in (1, 4):
         result = engine.request(batch, 300)
-        report[f"batch{batch}"] = {"means": means(result), "acceptance": acceptance(result), "tok_s": result["tok_s"]}
+        report[f"batch{batch}"] = {
+            "means": means(result["gained"]),
+            "acceptance": answer_acceptance(result),
+            "tok_s": result["tok_s"],
+        }
     report["parts_us"] = engine.command(parts=True)["parts"]
     engine.command(strict_sync=True)
     result = engine.request(2, 200)
-    report["strict_sync"] = {"means": means(result), "acceptance": acceptance(result)}
+    report["strict_sync"] = {"means": means(result["gained"]), "acceptance": answer_acceptance(result)}
     print(json.dumps(report, indent=1), flush=True)
     (out / "registry.json").write_text(
-        json.dumps({f"{name}{list(labels)}": value for (name, labels), value in engine.registry().items()}, indent=0)
+        json.dumps({f"{name}{list(labels)}": value for (name, labels), value in engine.registry()[0].items()}, indent=0)
     )
     engine.close()
     return report
@@ -314,7 +143,7 @@ def big(out: Path, budget: float) -> dict[str, Any]:
     report["truth"] = truth(engine, out, 16)
     engine.command(mode="on", strict_sync=True)
     result = engine.request(2, 200)
-    report["strict_sync"] = {"means": means(result), "acceptance": acceptance(result)}
+    report["strict_sync"] = {"means": means(result["gained"]), "acceptance": answer_acceptance(result)}
     engine.close()
     return report
 
@@ -347,11 +176,11 @@ def planted(engine: Engine) -> dict[str, Any]:
     empty = engine.command(calibrate=1)["sleep_seconds"]
     cycles = int(cycles * 0.5e-3 / (engine.command(calibrate=cycles)["sleep_seconds"] - empty))
     length = engine.command(calibrate=cycles)["sleep_seconds"] - empty
-    baseline = means(engine.request(1, 300))
+    baseline = means_of(engine.request(1, 300))
     report: dict[str, Any] = {"kernel_seconds": length, "phases": {}}
     for phase in PHASES[:-1]:
         engine.command(plant=phase, plant_cycles=cycles)
-        found = means(engine.request(1, 300))
+        found = means_of(engine.request(1, 300))
         report["phases"][phase] = {other: found["device"][other] - baseline["device"][other] for other in PHASES}
     engine.command(plant="")
     for phase, row in report["phases"].items():
@@ -363,9 +192,9 @@ def planted(engine: Engine) -> dict[str, Any]:
 def planted_sync(engine: Engine) -> dict[str, Any]:
     """A synchronisation in the draft's preparation must show as host time, gap and host-bound cycles."""
     engine.command(mode="on")
-    without = means(engine.request(1, 300))
+    without = means_of(engine.request(1, 300))
     engine.command(plant_sync=True)
-    with_sync = means(engine.request(1, 300))
+    with_sync = means_of(engine.request(1, 300))
     engine.command(plant_sync=False)
     report = {"without": without, "with": with_sync}
     for name, row in report.items():
@@ -463,14 +292,14 @@ def against_device_timer(engine: Engine) -> dict[str, Any]:
     result = engine.request(1, 400)
     times = engine.command(device_times=True)["device_times"]
     engine.command(mode="on")
-    ours = means(result)
+    ours = means(result["gained"])
     report = {
         "ours_target_verify_ms": ours["device"]["target_verify"] * 1e3,
         "sglang_ms": {
             name: times[name] / times[name + ".count"] * 1e3 for name in times if not name.endswith(".count")
         },
         "sglang_seconds": times.get("target_verify"),
-        "ours_seconds": gain(result, "eagle_phase_duration_seconds", "target_verify"),
+        "ours_seconds": gain(result["gained"], "eagle_phase_duration_seconds", "target_verify"),
     }
     if report["sglang_seconds"]:
         report["ratio"] = report["ours_seconds"] / report["sglang_seconds"]
@@ -490,6 +319,65 @@ def record(engine: Engine, out: Path) -> dict[str, Any]:
     return {"cycles": {group["batch"]: len(group["cycles"]) for group in groups}}
 
 
+def tp(out: Path, budget: float, *, gpus: int = 0, without_gpu: bool = False) -> dict[str, Any]:
+    """Several GPUs; writes its figures after every step."""
+    import torch
+
+    platform = driver.cpu() if without_gpu else driver.CUDA
+    ranks = gpus or (2 if without_gpu else torch.cuda.device_count())
+    if ranks < 2:
+        raise SystemExit(f"the part tp needs two GPUs or more, and there is {torch.cuda.device_count()}")
+    report: dict[str, Any] = {} if without_gpu else stamp()
+    path = out / f"tp{ranks}.json"
+    begin = time.time()
+
+    def save() -> None:
+        write(path, {**report, "seconds": time.time() - begin})
+
+    def start(name: str, environment: dict[str, str]) -> Engine:
+        return Engine(name, "llama3-8b", ranks=ranks, platform=platform, environment=environment)
+
+    plan = tensor_parallel.TRIAL if without_gpu else tensor_parallel.FULL
+    tensor_parallel.run(start, out, budget, report, save, plan=plan)
+    failed = [name for name, step in report["steps"].items() if "error" in step]
+    print(f"[tp] {path}; steps that failed or were not run: {', '.join(failed) or 'none'}", flush=True)
+    return report
+
+
+def kernels(out: Path, budget: float, *, without_gpu: bool = False) -> dict[str, Any]:
+    """Kernel captures: what they add up to, and what they cost; writes its figures after every step."""
+    platform = driver.cpu() if without_gpu else driver.CUDA
+    report: dict[str, Any] = {} if without_gpu else stamp()
+    begin = time.time()
+
+    def save() -> None:
+        write(out / "kernels.json", {**report, "seconds": time.time() - begin})
+
+    engine = Engine("kernels", "llama3-8b", platform=platform)
+    report["start_seconds"] = engine.start_seconds
+    batches = {2: 40} if without_gpu else {1: 800, 16: 400}
+    for batch in batches:
+        engine.request(batch, 40 if without_gpu else 200)
+    captures.run(
+        engine,
+        driver.REGISTRY,
+        report,
+        save,
+        deadline=begin + budget * 0.9,
+        batches=batches,
+        rounds=1 if without_gpu else 4,
+    )
+    engine.close()
+    return report
+
+
+def stamp() -> dict[str, Any]:
+    """Where figures come from; `summarise.py` takes nothing without it."""
+    import torch
+
+    return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+
+
 PARTS = {
     "smoke": smoke,
     "big": big,
@@ -497,7 +385,11 @@ PARTS = {
     "no_overlap": variant("no_overlap", shape="llama3-8b", disable_overlap_schedule=True),
     "small": variant("small", shape="small"),
     "steps5": variant("steps5", shape="llama3-8b", steps=5, draft_tokens=6),
+    "tp": tp,
+    "kernels": kernels,
 }
+WEIGHTS = {"big": 2.6}
+"""Parts that get more than one share of the budget."""
 
 
 def main() -> int:
@@ -506,6 +398,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", default="smoke", help="comma-separated: " + ", ".join(PARTS))
     parser.add_argument("--budget", type=float, default=400.0, help="seconds for all parts")
+    parser.add_argument("--gpus", type=int, default=0, help="ranks of the part tp (default: all GPUs of the machine)")
+    parser.add_argument(
+        "--without-gpu",
+        action="store_true",
+        help="try the flow of a part (tp, kernels) on the CPU; what it writes is no figure",
+    )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     names = arguments.parts.split(",")
@@ -513,17 +411,18 @@ def main() -> int:
     failed = 0
     for index, name in enumerate(names):
         begin = time.time()
+        share = WEIGHTS.get(name, 1.0) / sum(WEIGHTS.get(other, 1.0) for other in names[index:])
+        part: Callable[..., dict[str, Any]] = PARTS[name]
+        if name == "kernels":
+            part = partial(kernels, without_gpu=arguments.without_gpu)
+        if name == "tp":
+            part = partial(tp, gpus=arguments.gpus, without_gpu=arguments.without_gpu)
         try:
-            import torch
-
-            weights = {"big": 2.6}
-            share = weights.get(name, 1.0) / sum(weights.get(other, 1.0) for other in names[index:])
-            report = PARTS[name](arguments.out, (end - begin) * share)
-            report["gpu"] = torch.cuda.get_device_name()
-            report["torch"] = torch.__version__
-            report["seconds"] = time.time() - begin
-            (arguments.out / f"{name}.json").write_text(json.dumps(report, indent=1, default=str))
+            report = part(arguments.out, (end - begin) * share)
+            if name not in ("tp", "kernels"):
+                write(arguments.out / f"{name}.json", {**report, **stamp(), "seconds": time.time() - begin})
             print(f"[{name}] done in {time.time() - begin:.0f} s", flush=True)
+            failed += any("error" in step for step in report.get("steps", {}).values())
         except Exception:
             traceback.print_exc()
             failed += 1

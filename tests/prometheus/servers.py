@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -16,18 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle_exporter.demo.sglang_server import free_port
 from tests.tools import find_tool
 
 _MAX_POINTS = 10_000
 """Prometheus answers at most 11,000 points per series."""
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def run_promtool(*arguments: str | Path, cwd: Path | None = None) -> str:

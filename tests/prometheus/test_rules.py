@@ -302,3 +302,25 @@ def test_traffic_that_stops_while_requests_run_would_alert(tmp_path: Path) -> No
     stuck = with_states(story("traffic stops"), running=6.0)
 
     assert alerts_against(stuck, tmp_path) == {"EagleNoCyclesWithRunningRequests"}
+
+
+def test_captured_cycles_that_counted_as_ordinary_ones_would_alert(tmp_path: Path) -> None:
+    captured = story("kernels are captured")
+    slow = tuple(dataclasses.replace(cell, verify=3 * cell.verify) for cell in stories.State(1).cells)
+    counted = dataclasses.replace(
+        captured,
+        states=tuple(
+            dataclasses.replace(s, captured=0.0, cells=slow) if s.captured == 300.0 else s for s in captured.states
+        ),
+    )
+
+    assert alerts_against(counted, tmp_path) >= VERIFY
+
+
+@pytest.mark.parametrize(("clock", "hook_family"), [("cuda_event", ""), ("", "v2")])
+def test_a_rank_with_as_much_host_time_that_waits_for_nobody_would_alert(
+    tmp_path: Path, clock: str, hook_family: str
+) -> None:
+    waits = with_states(story("the host of a rank waits"), clock=clock, hook_family=hook_family)
+
+    assert alerts_against(waits, tmp_path) == {"EagleRankSkew"}

@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[2]))
 
 from deploy.prometheus import build  # noqa: E402
+from eagle_exporter import catalogue  # noqa: E402
 
 SERVER = "gpu-1:30000"
 TARGET = {"job": build.SHIPPED.job, "instance": "gpu-1:10077"}
@@ -73,6 +74,11 @@ class State:
     missing: tuple[str, ...] = ()
     replica_verify: float | None = None
     """With a value there is a second replica (dp_rank 1) whose verify takes so long."""
+    captured: float | None = None
+    """Cycles of a minute that a capture of kernels leaves out of every timing series; None: no kernel series."""
+    clock: str = ""
+    """Where it says something: the clock of all ranks."""
+    hook_family: str = ""
 
 
 @dataclass(frozen=True)
@@ -166,9 +172,10 @@ def _rank_series(series: _Series, state: State, now: int) -> None:
             where = {**common, "batch_size": cell.batch_size, "num_steps": cell.num_steps}
             verify = state.replica_verify if replica and tp_rank == 1 and state.replica_verify else cell.verify
             drafts = cell.cycles * cell.requests if cell.num_steps != "0" else 0.0
+            timed_cycles = cell.cycles - (state.captured or 0.0) if state.timing == "on" else 0.0
             counter("eagle_batch_cycles_total", where, cell.cycles)
-            counter("eagle_batch_timed_cycles_total", where, cell.cycles if state.timing == "on" else 0.0)
-            timed = cell.cycles / 1e3 if state.timing == "on" else 0.0
+            counter("eagle_batch_timed_cycles_total", where, timed_cycles)
+            timed = timed_cycles / 1e3
             counter("eagle_batch_phase_seconds_total", {**where, "phase": "target_verify"}, timed * verify)
             counter("eagle_batch_phase_seconds_total", {**where, "phase": "draft_steps"}, timed * cell.rest)
             counter("eagle_batch_gap_seconds_total", where, timed * (cell.gap + state.extra_gap[tp_rank]))
@@ -177,18 +184,39 @@ def _rank_series(series: _Series, state: State, now: int) -> None:
                 counter("eagle_batch_accepted_tokens_total", where, drafts * cell.accepted)
                 counter("eagle_batch_context_tokens_total", where, drafts * cell.context)
         counter("eagle_cycles_total", common, total)
-        host = state.host[tp_rank] * total / 1e3
+        timed_total = total - (state.captured or 0.0)
+        host = state.host[tp_rank] * timed_total / 1e3
         counter("eagle_phase_host_seconds_total", {**common, "phase": "draft_steps"}, host)
-        counter("eagle_host_bound_cycles_total", common, state.host_bound[tp_rank] * total)
+        counter("eagle_host_bound_cycles_total", common, state.host_bound[tp_rank] * timed_total)
         counter("eagle_cycles_dropped_total", {**common, "reason": "pool_exhausted"}, state.dropped * total)
+        if state.captured is not None:
+            _kernel_series(counter, common, state.captured)
         gauge("eagle_running_requests", common, state.running)
         for reason in ("on", "off", "fuse_cost", "hooks_down"):
             gauge("eagle_timing_enabled", {**common, "reason": reason}, float(reason == state.timing))
         for hook in ("cycle", "target_verify"):
             gauge("eagle_hook_up", {**common, "hook": hook}, float(hook not in state.hooks_down))
         info = {**common, "config_id": state.config_id, "overlap": state.overlap}
+        if state.hook_family:
+            info["hook_family"] = state.hook_family
         gauge("eagle_spec_config_info", info, 1.0)
+        if state.clock:
+            gauge("eagle_timing_info", {**common, "clock": state.clock}, 1.0)
     gauge("eagle_baseline_decode_seconds", {**_common(0), "batch_size": "5-8"}, _seconds(state.baseline))
+
+
+def _kernel_series(
+    counter: Callable[[str, Mapping[str, str], float], None], common: dict[str, str], cycles: float
+) -> None:
+    """What a capture adds in a minute. Its cycles are slow; they count as cycles, and are not timed."""
+    verify, busy = {**common, "phase": "target_verify"}, cycles * 0.020
+    counter("eagle_cycles_excluded_total", {**common, "reason": "profiled"}, cycles)
+    counter("eagle_kernel_profiled_cycles_total", common, cycles)
+    counter("eagle_kernel_captures_total", {**common, "outcome": catalogue.CAPTURE_OUTCOMES[0]}, min(1.0, cycles))
+    counter("eagle_kernel_phase_seconds_total", verify, cycles * 0.024)
+    counter("eagle_kernel_busy_seconds_total", verify, busy)
+    for kernel_class, share in ((catalogue.NCCL_ALLREDUCE, 0.6), ("gemm", 0.4)):
+        counter("eagle_kernel_seconds_total", {**verify, "kernel_class": kernel_class}, busy * share)
 
 
 def _seconds(milliseconds: float | None) -> float | None:
@@ -230,6 +258,9 @@ def quiet_stories() -> list[Story]:
     begin = HISTORY.minutes
     wide = Cell("17-32", requests=17, verify=12.0)
     five = Cell(num_steps="5", verify=11.0, rest=3.5, accepted=1.7)
+    captures = State(1, captured=12.0), State(9, captured=0.0)
+    excess = State(1, captured=300.0), State(1, captured=0.0)
+    slow = State(30, _work(cycles=20.0), captured=0.0)
     growing = tuple(
         State(20, (replace(WORK, context=1000.0 * 1.1**step, verify=round(8.0 * 1.07**step, 3)),))
         for step in range(1, 10)
@@ -287,6 +318,27 @@ def quiet_stories() -> list[Story]:
             "nothing but the exporter itself",
             (State(2 * HOUR, silent=True, rank_up=(None, None)),),
             quiet_at=(10, 119),
+        ),
+        Story(
+            "kernels are captured: once, every ten minutes, and far too often",
+            (
+                replace(HISTORY, captured=0.0),
+                State(1, captured=12.0),
+                State(29, captured=0.0),
+                *captures * 6,
+                *excess * 30,
+            ),
+            quiet_at=tuple(begin + minute for minute in (0, 1, 2, 6, 30, 31, 50, 89, 95, 110, 130, 149)),
+        ),
+        Story(
+            "the host of a rank waits for another rank inside the cycle: on the CPU, and with an older worker",
+            (State(HOUR, host=(1.0, 4.0), clock="host"), State(HOUR, host=(1.0, 4.0), hook_family="multi-layer-v1")),
+            quiet_at=(30, 59, 90, 119),
+        ),
+        Story(
+            "every cycle of a minute is captured, of a server that decodes slowly",
+            (slow, replace(slow, minutes=1, captured=20.0), slow),
+            quiet_at=(29, 30, 31, 33, 36, 60),
         ),
         Story(
             "a deploy with another configuration, whose verify takes half longer",

@@ -1,7 +1,13 @@
 """A plugin for measuring the exporter on a GPU: changes at run time what is measured, inside SGLang's scheduler.
 
-Commands come as JSON in the file named by EAGLE_GPU_SWITCH and are obeyed while the scheduler is idle; the answer
-goes to the same name with ``.done``. Nothing of it runs while requests are served, except what a command asks for.
+Commands come as JSON in the file named by EAGLE_GPU_SWITCH. Each tensor-parallel rank reads it for itself and obeys
+while its scheduler is idle; the answer of rank n goes to the same name with ``.done.n``. Whoever sends a command
+waits for the answers of all ranks before the next request, so no rank serves one in another mode than the others.
+Nothing of this runs while requests are served, except what a command asks for.
+
+A plant is a fault: ``plant`` names the place (`PLANTS`), ``plant_ranks`` the ranks (None: all), ``plant_cycles`` the
+length of an extra kernel in GPU cycles, ``plant_seconds`` the seconds that the host sleeps instead. Without a GPU the
+kernel is a sleep too, a nanosecond a cycle.
 """
 
 from __future__ import annotations
@@ -15,13 +21,21 @@ import traceback
 from typing import Any, ClassVar
 
 PATH = os.environ.get("EAGLE_GPU_SWITCH", "")
+_DRAFT_EXTEND = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode"
 PLANTS = {
     "kv_cache": "sglang.srt.speculative.eagle_worker_common.prepare_for_draft",
     "draft_steps": "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner.execute",
     "verify_overhead": "sglang.srt.speculative.eagle_utils.eagle_sample",
     "target_verify": "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
-    "draft_extend": "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode",
+    "draft_extend": _DRAFT_EXTEND,
+    "after_draft_extend": _DRAFT_EXTEND,
+    "before_cycle": "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run",
+    "result": "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
 }
+"""Place -> function of SGLang: a fault is planted before it, in a place whose name begins with ``after`` behind it. No
+collective follows in a cycle ``after_draft_extend``. Between two cycles the schedulers of a group meet where
+requests are handed round: ``result`` is before that (it belongs to the cycle before last with the overlap
+scheduler), ``before_cycle`` behind it."""
 HOOK_METHODS = (
     "begin_cycle",
     "end_cycle",
@@ -38,56 +52,78 @@ HOOK_METHODS = (
 class State:
     """What the commands have set."""
 
+    rank = 0
     plant = ""
     plant_cycles = 0
+    plant_seconds = 0.0
     plant_sync = False
     sequence = -1
     mode = "on"
     next_look = 0.0
     records: list[dict[str, Any]] | None = None
-    iterations: list[int] | None = None
     profiler: Any = None
     profiled: ClassVar[list[dict[str, Any]]] = []
     costs: ClassVar[list[float]] = []
     mark_costs: ClassVar[dict[str, list[int]]] = {}
     device_times: ClassVar[dict[str, float]] = collections.defaultdict(float)
+    keep_totals = False
+    fail_profiler = False
+    profiler_totals: ClassVar[dict[str, Any]] = {}
 
 
 def register() -> None:
     """Plant the faults' places, and look for commands in the scheduler's loop."""
     if not PATH:
         return
-    import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    def planter(phase: str) -> Any:
+    def planter(places: list[str]) -> Any:
         def around(original: Any, *args: Any, **kwargs: Any) -> Any:
-            if phase == "target_verify" and not kwargs.get("is_verify"):
+            if "target_verify" in places and not kwargs.get("is_verify"):
                 return original(*args, **kwargs)
-            if State.plant == phase:
-                torch.cuda._sleep(State.plant_cycles)
-            if State.plant_sync and phase == "kv_cache":
+            if State.plant_sync and "kv_cache" in places:
                 batch = next(a for a in args if hasattr(a, "seq_lens"))
                 batch.seq_lens.sum().item()
+            if State.plant not in places:
+                return original(*args, **kwargs)
+            if State.plant.startswith("after"):
+                result = original(*args, **kwargs)
+                _delay()
+                return result
+            _delay()
             return original(*args, **kwargs)
 
         return around
 
-    for phase, target in PLANTS.items():
-        HookRegistry.register(target, planter(phase), HookType.AROUND)
+    for target in dict.fromkeys(PLANTS.values()):
+        places = [place for place, where in PLANTS.items() if where == target]
+        HookRegistry.register(target, planter(places), HookType.AROUND)
 
     def look(plan: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
-        batch = getattr(plan, "batch_to_run", plan)
-        if batch is None:
+        if getattr(plan, "batch_to_run", plan) is None:
             now = time.monotonic()
             if now > State.next_look:
                 State.next_look = now + 0.002
                 _obey(scheduler)
-        elif State.iterations is not None:
-            State.iterations.append(time.perf_counter_ns())
         return plan
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run", look, HookType.AFTER)
+
+
+def _delay() -> None:
+    if State.plant_cycles:
+        _kernel(State.plant_cycles)
+    if State.plant_seconds:
+        time.sleep(State.plant_seconds)
+
+
+def _kernel(cycles: int) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda._sleep(cycles)
+    else:
+        time.sleep(cycles * 1e-9)
 
 
 def _obey(scheduler: Any) -> None:
@@ -98,14 +134,18 @@ def _obey(scheduler: Any) -> None:
         return
     if command["sequence"] == State.sequence:
         return
+    from eagle_exporter.hooks.identity import rank_of
+
     State.sequence = command["sequence"]
+    State.rank = rank_of(scheduler).tp_rank
     try:
         answer = _run(command, scheduler) or {}
     except Exception:
         answer = {"error": traceback.format_exc()}
-    with open(PATH + ".new", "w") as file:
-        json.dump({"sequence": State.sequence, **answer}, file)
-    os.replace(PATH + ".new", PATH + ".done")
+    done = f"{PATH}.done.{State.rank}"
+    with open(done + ".new", "w") as file:
+        json.dump({"sequence": State.sequence, "rank": State.rank, "mode": State.mode, **answer}, file)
+    os.replace(done + ".new", done)
 
 
 def _run(command: dict[str, Any], scheduler: Any) -> dict[str, Any]:
@@ -116,8 +156,10 @@ def _run(command: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     if "mode" in command:
         _set_mode(command["mode"], session, hooks, scheduler)
     if "plant" in command:
-        State.plant = command["plant"] or ""
+        ranks = command.get("plant_ranks")
+        State.plant = command["plant"] if command["plant"] and (ranks is None or State.rank in ranks) else ""
         State.plant_cycles = int(command.get("plant_cycles", 0))
+        State.plant_seconds = float(command.get("plant_seconds", 0.0))
     if "plant_sync" in command:
         State.plant_sync = bool(command["plant_sync"])
     if "calibrate" in command:
@@ -133,9 +175,6 @@ def _run(command: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     if command.get("take_records"):
         answer["records"] = State.records
         State.records = None
-    if command.get("iterations") is not None:
-        answer["iterations"] = State.iterations
-        State.iterations = [] if command["iterations"] else None
     if command.get("device_times"):
         answer["device_times"] = dict(State.device_times)
         State.device_times.clear()
@@ -146,6 +185,14 @@ def _run(command: dict[str, Any], scheduler: Any) -> dict[str, Any]:
         _watch_marks(session)
     if command.get("mark_costs"):
         answer["mark_costs"] = State.mark_costs
+    if command.get("keep_profiler_totals"):
+        _keep_profiler_totals()
+    if command.get("take_profiler_totals"):
+        answer["profiler_totals"] = State.profiler_totals
+        State.keep_totals = False
+    if "fail_profiler" in command:
+        _wrap_profiler()
+        State.fail_profiler = bool(command["fail_profiler"])
     if command.get("parts"):
         answer["parts"] = _measure_parts(session)
     if session is not None:
@@ -154,6 +201,49 @@ def _run(command: dict[str, Any], scheduler: Any) -> dict[str, Any]:
         if session.graph_events is not None:
             answer["draft_graphs"] = sorted(session.graph_events.graphs)
     return answer
+
+
+def _keep_profiler_totals() -> None:
+    """Let the next profile note what it adds up to itself."""
+    _wrap_profiler()
+    State.keep_totals = True
+    State.profiler_totals = {}
+
+
+def _wrap_profiler() -> None:
+    """Let torch's profiler fail, or note its totals, when it is told so; wrapped once."""
+    import torch
+
+    profile: Any = torch.profiler.profile
+    if hasattr(profile, "eagle_gpu_wrapped"):
+        return
+    profile.eagle_gpu_wrapped = True
+    start, stop = profile.start, profile.stop
+
+    def failing_start(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if State.fail_profiler:
+            raise RuntimeError("planted in start")
+        return start(self, *args, **kwargs)
+
+    def telling_stop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        returned = stop(self, *args, **kwargs)
+        if State.keep_totals:
+            cuda = torch.cuda.is_available()
+            own = [event for event in self.events() if _is_work(event, cuda)]
+            attribute = "self_device_time_total" if cuda else "self_cpu_time_total"
+            State.profiler_totals = {
+                "seconds": sum(getattr(event, attribute) for event in own) / 1e6,
+                "count": len(own) if cuda else len(self.profiler.kineto_results.events()),
+            }
+        return returned
+
+    profile.start, profile.stop = failing_start, telling_stop
+
+
+def _is_work(event: Any, cuda: bool) -> bool:
+    if event.is_user_annotation:
+        return False
+    return not cuda or str(event.device_type) == "DeviceType.CUDA"
 
 
 def _runners(scheduler: Any) -> list[Any]:
@@ -182,8 +272,8 @@ def _set_mode(mode: str, session: Any, hooks: Any, scheduler: Any) -> None:
         return
     for patch in hooks.patches:
         patch.redo()
-    clock = {"host": "host", "sync": "sync"}.get(mode, "cuda_event")
-    sample_every = {"auto": None, "sparse": 1000000}.get(mode, 1)
+    clock = mode if mode in ("host", "sync") else "auto"
+    sample_every = None if mode == "auto" else 1
     budget = Budget(sample_every)
     if sample_every == 1:
         budget.spent = lambda seconds: None  # type: ignore[method-assign]  # a measurement of the cost must not be ended by the fuse
@@ -193,7 +283,7 @@ def _set_mode(mode: str, session: Any, hooks: Any, scheduler: Any) -> None:
     timer.graph_mean = previous.graph_mean
     if not hasattr(session, "all_graph_events"):
         session.all_graph_events = session.graph_events
-    session.graph_events = session.all_graph_events if clock == "cuda_event" else None
+    session.graph_events = session.all_graph_events if clock == "auto" else None
     session.start(timer, session.recorder, budget, session.control, recording=session.recording)
     budget.set_state("off" if mode == "off" else "on")
     session.recorder.set_state(budget.state)
@@ -226,13 +316,21 @@ def _report_device_time(t: float, category: str, **_: Any) -> None:
 
 
 def _calibrate(cycles: int) -> float:
+    """Seconds of an extra kernel, the event pair around it included."""
     import torch
 
+    if not torch.cuda.is_available():
+        taken = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            _kernel(cycles)
+            taken.append(time.perf_counter() - begin)
+        return min(taken)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     samples = []
     for _ in range(20):
         start.record()
-        torch.cuda._sleep(cycles)
+        _kernel(cycles)
         end.record()
         end.synchronize()
         samples.append(start.elapsed_time(end) / 1e3)
