@@ -23,7 +23,7 @@ from grafana_foundation_sdk.models import dashboard  # noqa: E402
 
 from deploy.prometheus import build as rules  # noqa: E402
 from eagle_exporter import catalogue  # noqa: E402
-from eagle_exporter.analysis import promql  # noqa: E402
+from eagle_exporter.analysis import kernels, promql  # noqa: E402
 from grafana import queries as q  # noqa: E402
 from grafana.panels import (  # noqa: E402
     ACCEPT_COLOUR,
@@ -42,6 +42,7 @@ from grafana.panels import (  # noqa: E402
     coloured_cell,
     fixed,
     heatmap_panel,
+    kernel_overrides,
     phase_overrides,
     stat_panel,
     table_panel,
@@ -60,6 +61,7 @@ NO_BASELINE = "No baseline: set EAGLE_EXPORTER_BASELINE_DECODE_SECONDS, or let a
 NO_EXPORTER = "No exporter in this data source"
 NO_DCGM = "No DCGM exporter in this data source"
 NO_OVERLAP = "no overlap"
+NO_CAPTURE = "No capture in this time range. One is made by: eagle-exporter profile"
 
 LEADING_BATCH = ("server", "batch_size", "num_steps")
 CELL_LEGEND = "batch {{batch_size}}, {{num_steps}} steps · {{server}}"
@@ -84,6 +86,7 @@ def lay_out(rows: Sequence[Row]) -> list[Any]:
         header.panels = []
         y += 1
         result.append(header)
+        below_header = y
         x = tallest = 0
         for item in placed:
             if x + item.width > COLUMNS:
@@ -92,8 +95,8 @@ def lay_out(rows: Sequence[Row]) -> list[Any]:
             item.panel.grid_pos = dashboard.GridPos(x=x, y=y, w=item.width, h=item.height)
             x, tallest = x + item.width, max(tallest, item.height)
             (header.panels if header.collapsed else result).append(item.panel)
-        if not header.collapsed:
-            y += tallest
+        # What a collapsed row holds takes no room until it is opened.
+        y = below_header if header.collapsed else y + tallest
     return result
 
 
@@ -268,6 +271,7 @@ def cycle_dashboard() -> Any:
             row("Ranks", [_rank_table()]),
             row("Configuration", _configuration()),
             row("Inside the phases", _inside_phases(), collapsed=True),
+            row("Inside verify (kernel classes)", _kernels(), collapsed=True),
             row("Hardware: $hardware", _hardware(), collapsed=True, repeat="hardware"),
         ],
         own_variables=("tensor_parallel_rank", "hardware"),
@@ -641,7 +645,9 @@ def _rank_table() -> Placed:
         "same on all "
         "ranks of a tensor-parallel group even when one GPU is slow: the all-reduce makes all of them wait "
         "for it, so "
-        "it shows in nobody's verify (see the hardware row). A rank that ended keeps its line and says so. "
+        "it shows in nobody's verify (see the hardware row). On the CPU, and with V1 workers, the host waits inside "
+        "the cycle too: there the rank with the least host time is the slow one. A rank that ended keeps its line "
+        "and says so. "
         "(eagle_rank_up, eagle_batch_phase_seconds_total, eagle_phase_host_seconds_total, "
         "eagle_batch_gap_seconds_total, eagle_host_bound_cycles_total, eagle_last_cycle_timestamp_seconds)",
         [Query(expr, instant=True, table=True) for expr in queries],
@@ -833,6 +839,208 @@ def _inside_phases() -> list[Placed]:
             width=8,
             minimum=0,
             overrides=[("target_prefill", {"color": fixed(NEUTRAL)}), *phase_overrides()],
+        ),
+    ]
+
+
+_KERNEL_COLUMNS = {
+    "phase": "Phase",
+    "kernel_class": "Kernel class",
+    "Value #A": "Per cycle",
+    "Value #B": "Share of the phase",
+}
+_KERNEL_RANK_COLUMNS = {
+    "server": "Server",
+    "node": "Node",
+    "tp_rank": "TP",
+    "pp_rank": "PP",
+    "dp_rank": "Replica",
+    "Value #A": "All-reduce",
+    "Value #B": "Against group",
+    "Value #C": "Other kernels",
+    "Value #D": "Idle",
+    "Value #E": "Verify",
+    "Value #F": "Captured cycles",
+}
+
+
+def _kernels() -> list[Placed]:
+    return [*_kernels_now(), *_kernels_by_phase(), *_kernels_by_rank()]
+
+
+def _kernels_now() -> list[Placed]:
+    verify = q.per_captured_cycle(q.KERNEL_PHASE_SECONDS, (), q.VERIFY_PHASE)
+    allreduce = q.per_captured_cycle(q.KERNEL_SECONDS, (), q.VERIFY_PHASE, q.ALLREDUCE)
+    idle = q.idle_per_captured_cycle((), q.VERIFY_PHASE)
+    return [
+        stat_panel(
+            "Last capture",
+            "How old is what is shown below? Time since the newest capture of kernels within the time range of the "
+            "dashboard, to about a minute. (eagle_kernel_profiled_cycles_total)",
+            [Query(q.last_capture(), instant=True)],
+            unit="s",
+            width=4,
+            decimals=0,
+            mappings=[value_text(0, "just now", NEUTRAL)],
+            no_value=NO_CAPTURE,
+        ),
+        stat_panel(
+            "Captured cycles",
+            "How much do the figures below rest on? Cycles whose kernels were captured within the time range, of the "
+            "rank with the most. (eagle_kernel_profiled_cycles_total)",
+            [Query(f"max (({q.captured(q.CAPTURED_CYCLES, q.RANKS)}) > 0)", instant=True)],
+            unit="short",
+            width=4,
+            decimals=0,
+            no_value=NO_CAPTURE,
+        ),
+        stat_panel(
+            "All-reduce in verify",
+            "Is it communication that verify waits for? All-reduce kernels over the time of verify in captured cycles; "
+            "they also hold the waiting for the slowest rank. NCCL's settings move the class allreduce_nccl only. "
+            "(eagle_kernel_seconds_total, eagle_kernel_phase_seconds_total)",
+            [Query(q.ratio(allreduce, verify), instant=True)],
+            unit="percentunit",
+            width=4,
+            decimals=0,
+            thresholds=((None, NEUTRAL), (kernels.ALLREDUCE_SHARE, WARNING)),
+            no_value="No all-reduce, or no capture in this time range",
+        ),
+        stat_panel(
+            "Idle in verify",
+            "Does the GPU run out of work inside verify? Part of verify in captured cycles in which no kernel ran. "
+            "Much of it is the profiler's own doing, which slows launches down: a server whose Host-bound cycles are "
+            "near zero is not idle. (eagle_kernel_phase_seconds_total, eagle_kernel_busy_seconds_total)",
+            [Query(q.ratio(idle, verify), instant=True)],
+            unit="percentunit",
+            width=4,
+            decimals=0,
+            no_value=NO_CAPTURE,
+        ),
+        stat_panel(
+            "Captures",
+            "Did the captures work? How many within the time range, by outcome, over the selected ranks. busy: another "
+            "profiler was running; refused: the hooks are off. (eagle_kernel_captures_total)",
+            [
+                Query(
+                    f"({q.captured('eagle_kernel_captures_total', ('outcome',))}) > 0",
+                    "{{outcome}}",
+                    instant=True,
+                )
+            ],
+            unit="short",
+            width=8,
+            decimals=0,
+            name_and_value=True,
+            no_value=NO_CAPTURE,
+        ),
+    ]
+
+
+def _kernels_by_phase() -> list[Placed]:
+    classes = q.kernel_classes_and_idle()
+    phases = q.per_captured_cycle(q.KERNEL_PHASE_SECONDS, ("phase",))
+    over_time = q.per_captured_cycle(q.KERNEL_SECONDS, ("kernel_class",), q.VERIFY_PHASE, window=q.WINDOW)
+    return [
+        bar_chart_panel(
+            "Phases by kernel class",
+            "What is each phase made of? Mean time of each kernel class per captured cycle, and idle: the time in "
+            "which no kernel ran. Kernels that run side by side both count. Captures within the time range of the "
+            "dashboard. (eagle_kernel_seconds_total, eagle_kernel_busy_seconds_total, "
+            "eagle_kernel_phase_seconds_total / eagle_kernel_profiled_cycles_total)",
+            [Query(f"sort_desc({classes})", instant=True, table=True)],
+            unit="s",
+            width=14,
+            height=10,
+            x_field="phase\\kernel_class",
+            transformations=[
+                dashboard.DataTransformerConfig(
+                    id_val="groupingToMatrix",
+                    options={"columnField": "kernel_class", "rowField": "phase", "valueField": "Value"},
+                )
+            ],
+            stacked=True,
+            overrides=kernel_overrides(),
+            no_value=NO_CAPTURE,
+        ),
+        table_panel(
+            "Kernel classes",
+            "Which class of kernels takes how much of its phase? Per captured cycle, the most expensive first; the "
+            "share is of the phase's whole time, idle included. The names of the kernels are in /api/v1/kernels of the "
+            "exporter. (eagle_kernel_seconds_total, eagle_kernel_phase_seconds_total)",
+            [
+                Query(classes, instant=True, table=True),
+                Query(f"({classes}) / on (phase) group_left () (({phases}) > 0)", instant=True, table=True),
+            ],
+            columns=_KERNEL_COLUMNS,
+            width=10,
+            height=10,
+            sort_by=[("Per cycle", True)],
+            overrides=[
+                ("Per cycle", {"unit": "s"}),
+                ("Share of the phase", {"unit": "percentunit", "decimals": 1}),
+            ],
+            no_value=NO_CAPTURE,
+        ),
+        timeseries_panel(
+            "Verify by kernel class, capture by capture",
+            "Did the mixture change from one capture to the next? Mean time of each kernel class in verify per "
+            "captured cycle; a bar is a capture. (eagle_kernel_seconds_total / eagle_kernel_profiled_cycles_total)",
+            [Query(over_time, "{{kernel_class}}")],
+            unit="s",
+            width=10,
+            height=9,
+            stacked=True,
+            bars=True,
+            minimum=0,
+            overrides=kernel_overrides(),
+            no_value=NO_CAPTURE,
+        ),
+    ]
+
+
+def _kernels_by_rank() -> list[Placed]:
+    def seconds(metric: str, *matchers: str) -> str:
+        return q.per_captured_cycle(metric, q.RANKS, q.VERIFY_PHASE, *matchers)
+
+    allreduce = seconds(q.KERNEL_SECONDS, q.ALLREDUCE)
+    queries = [
+        allreduce,
+        q.against_group(allreduce),
+        seconds(q.KERNEL_SECONDS, q.ALLREDUCE.replace("=~", "!~")),
+        q.idle_per_captured_cycle(q.RANKS, q.VERIFY_PHASE),
+        seconds(q.KERNEL_PHASE_SECONDS),
+        f"({q.captured(q.CAPTURED_CYCLES, q.RANKS)}) > 0",
+    ]
+    return [
+        table_panel(
+            "Verify by rank",
+            "Which GPU do the others wait for? The one with the least all-reduce: it comes last, and the others spend "
+            "the difference inside the all-reduce. Per captured cycle, of ranks that were captured (eagle-exporter "
+            "profile --rank); they are captured one after the other, so the load must have been the same. "
+            "(eagle_kernel_seconds_total, eagle_kernel_busy_seconds_total, eagle_kernel_phase_seconds_total, "
+            "eagle_kernel_profiled_cycles_total)",
+            [Query(expr, instant=True, table=True) for expr in queries],
+            columns=_KERNEL_RANK_COLUMNS,
+            width=14,
+            height=9,
+            sort_by=[("All-reduce", False)],
+            overrides=[
+                ("All-reduce", {"unit": "s"}),
+                (
+                    "Against group",
+                    {
+                        "unit": "percentunit",
+                        "decimals": 0,
+                        **coloured_cell((None, BAD), (0.7, WARNING), (0.85, "transparent")),
+                    },
+                ),
+                ("Other kernels", {"unit": "s"}),
+                ("Idle", {"unit": "s"}),
+                ("Verify", {"unit": "s"}),
+                ("Captured cycles", {"decimals": 0}),
+            ],
+            no_value=NO_CAPTURE,
         ),
     ]
 

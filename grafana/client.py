@@ -73,6 +73,7 @@ class Session:
         step: Seconds between points.
         rate_interval: Value of ``$__rate_interval`` in seconds.
         chosen: Variable -> chosen values; All where there are none.
+        range: Value of ``$__range`` in seconds; from `start` to `end` when None, as in Grafana.
 
     """
 
@@ -82,6 +83,7 @@ class Session:
     step: float
     rate_interval: float
     chosen: Mapping[str, list[str]] = field(default_factory=dict)
+    range: float | None = None
 
     def interpolate(self, document: Document, expression: str) -> str:
         """Replace the variables in a query as Grafana does for Prometheus."""
@@ -91,6 +93,8 @@ class Session:
             name = match.group(1) or match.group(2)
             if name == "__rate_interval":
                 return f"{round(self.rate_interval * 1000)}ms"
+            if name == "__range":
+                return f"{round(self.end - self.start if self.range is None else self.range)}s"
             if name not in known:
                 raise KeyError(f"unknown variable ${name}")
             values = self.chosen.get(name)

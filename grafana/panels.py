@@ -38,6 +38,23 @@ PHASE_COLOURS = {
 }
 """In the order they are stacked: the large and steady one at the bottom, so that the others can be read."""
 
+KERNEL_COLOURS = {
+    "allreduce_nccl": "#F2495C",
+    "allreduce_custom": "#FF9830",
+    "collective": "#FFCB7D",
+    "attention": "#B877D9",
+    "gemm": "#5794F2",
+    "moe": "#37C6B4",
+    "norm": "#73BF69",
+    "sampling": "#FADE2A",
+    "kv": "#8AB8FF",
+    "memcpy": "#C8F2C2",
+    "other": "#9FA7B3",
+}
+"""Communication is warm, computing cold."""
+
+IDLE = "idle"
+IDLE_COLOUR = "#3D4149"
 GAP_COLOUR = "#FF7383"
 GOOD, WARNING, BAD, NEUTRAL = "#73BF69", "#FF9830", "#F2495C", "#8AB8FF"
 ACCEPT_COLOUR = "#37C6B4"
@@ -95,12 +112,18 @@ def timeseries_panel(
     axis_label: str = "",
     no_value: str = NO_TRAFFIC,
     legend_values: Sequence[str] = ("lastNotNull",),
+    bars: bool = False,
 ) -> Placed:
-    """Lines over time; `stacked` makes areas on top of each other, `lines` draws thresholds."""
+    """Lines over time; `stacked` makes areas on top of each other, `lines` draws thresholds.
+
+    `bars` are for what happens now and then: a line would show a moment that nothing was measured at.
+    """
     builder = timeseries.Panel()
     builder.line_width(0 if stacked else 2)
     builder.fill_opacity(85 if stacked else fill)
     builder.show_points(common_models.VisibilityMode.NEVER)
+    if bars:
+        builder.draw_style(common_models.GraphDrawStyle.BARS)
     # A scrape that failed must not look like a server that stopped; longer holes stay holes.
     builder.span_nulls(120_000.0)
     builder.tooltip(
@@ -324,6 +347,12 @@ def table_panel(
 def phase_overrides() -> list[Override]:
     """Return the colour of every phase."""
     return [(phase, {"color": fixed(colour)}) for phase, colour in PHASE_COLOURS.items()]
+
+
+def kernel_overrides() -> list[Override]:
+    """Return the colour of every kernel class, and of the time in which no kernel runs."""
+    colours = {**KERNEL_COLOURS, IDLE: IDLE_COLOUR}
+    return [(name, {"color": fixed(colour)}) for name, colour in colours.items()]
 
 
 def fixed(colour: str) -> dict[str, str]:

@@ -355,7 +355,10 @@ class Preview:
             if stacked:
                 bottom = [below.get(t, 0.0) for t in times]
                 top = [low + v for low, v in zip(bottom, values, strict=True)]
-                axes.fill_between(times, bottom, top, color=colour, alpha=0.9, linewidth=0.3)
+                if style.get("custom.drawStyle") == "bars":
+                    axes.bar(times, values, self.session.step, bottom=bottom, color=colour, alpha=0.9)
+                else:
+                    axes.fill_between(times, bottom, top, color=colour, alpha=0.9, linewidth=0.3)
                 below |= dict(zip(times, top, strict=True))
                 continue
             times, values = _with_holes(times, values, 2.5 * self.session.step)
@@ -520,6 +523,9 @@ class Preview:
         table = client.table(panel, results)
         key = panel["options"]["xField"]
         if panel["options"]["stacking"] == "normal":
+            if len(table) > 1:
+                self._stacked_bars(panel, table, key, place)
+                return
             (shares,) = table
             self._stacked_bar(panel, {name: value for name, value in shares.items() if name != key}, place)
             return
@@ -569,6 +575,27 @@ class Preview:
             self.page.box((x + 4, line - 6, 14, 12), style.colour(index))
             self.page.text(x + 28, line, name, size=14)
             self.page.text(x + w - 6, line, style.text(value), size=15, ha="right")
+
+    def _stacked_bars(self, panel: Document, table: client.Table, key: str, place: Place) -> None:
+        """Draw one bar per row to a common scale, and one legend."""
+        x, y, w, h = place
+        columns = list(dict.fromkeys(name for row in table for name in row if name != key))
+        top = max(sum(float(row.get(name, 0)) for name in columns) for row in table) or 1
+        name_width, legend_width = 120, 150
+        step = h / len(table)
+        for index, row in enumerate(table):
+            line, at = y + step * (index + 0.5), x + name_width
+            self.page.text(at - 8, line, row[key], size=13, ha="right")
+            for number, name in enumerate(columns):
+                length = float(row.get(name, 0)) / top * (w - name_width - legend_width - 70)
+                self.page.box((at, line - step * 0.32, length, step * 0.64), Style(panel, name).colour(number))
+                at += length
+            total = sum(float(row.get(name, 0)) for name in columns)
+            self.page.text(at + 6, line, Style(panel, columns[0]).text(total), size=12)
+        for number, name in enumerate(columns):
+            line = y + 14 + number * 22
+            self.page.box((x + w - legend_width, line - 6, 14, 12), Style(panel, name).colour(number))
+            self.page.text(x + w - legend_width + 22, line, name, size=13)
 
     def _heatmap(self, panel: Document, results: Mapping[str, list[Series]], place: Place) -> None:
         x, y, w, h = place

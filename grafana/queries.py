@@ -357,6 +357,61 @@ def alerts_by_server() -> str:
     return f"count by (server) ({FIRING}) and on (server) ({known}) or 0 * ({known})"
 
 
+# --- kernels of captured cycles -----------------------------------------------------------------------------
+
+TIME_RANGE = "$__range"
+"""The whole time range of the dashboard."""
+
+CAPTURED_CYCLES = name("eagle_kernel_profiled_cycles_total")
+KERNEL_SECONDS = name("eagle_kernel_seconds_total")
+KERNEL_BUSY_SECONDS = name("eagle_kernel_busy_seconds_total")
+KERNEL_PHASE_SECONDS = name("eagle_kernel_phase_seconds_total")
+VERIFY_PHASE = 'phase="target_verify"'
+ALLREDUCE = 'kernel_class=~"allreduce_.+"'
+
+
+def captured(metric: str, labels: Sequence[str] = (), *matchers: str, window: str = TIME_RANGE) -> str:
+    """What captures of kernels added to a counter within a window, over the selected ranks.
+
+    On most ranks the series appear with their first capture, which ``increase`` does not count: it needs a sample
+    before. A series that was not there when the window began counts whole.
+    """
+    series = f"{name(metric)}{promql.matchers(RANK, *matchers)}"
+    known = f"(increase({series}[{window}]) and {series} offset {window})"
+    return f"{by(labels)} ({known} or last_over_time({series}[{window}]))"
+
+
+def per_captured_cycle(metric: str, labels: Sequence[str] = (), *matchers: str, window: str = TIME_RANGE) -> str:
+    """Seconds per captured cycle by `labels`; nothing for what took no time, and without a capture."""
+    ranks_too = tuple(label for label in labels if label in RANKS)
+    cycles = captured(CAPTURED_CYCLES, ranks_too, window=window)
+    seconds = captured(metric, labels, *matchers, window=window)
+    return f"(({seconds}) > 0) / {_on(ranks_too)} group_left () (({cycles}) > 0)"
+
+
+def idle_per_captured_cycle(labels: Sequence[str] = (), *matchers: str) -> str:
+    """Seconds per captured cycle in which a phase was going on and no kernel ran."""
+    phase = per_captured_cycle(KERNEL_PHASE_SECONDS, labels, *matchers)
+    busy = per_captured_cycle(KERNEL_BUSY_SECONDS, labels, *matchers)
+    return f"clamp_min(({phase}) - ({busy}), 0)"
+
+
+def kernel_classes_and_idle() -> str:
+    """Seconds per captured cycle by phase and kernel class, and as one more class the time without a kernel."""
+    classes = per_captured_cycle(KERNEL_SECONDS, ("phase", "kernel_class"))
+    idle = f'label_replace({idle_per_captured_cycle(("phase",))}, "kernel_class", "idle", "", "")'
+    return f"({classes}) or ({idle})"
+
+
+def last_capture() -> str:
+    """Seconds since a capture added to the counters, as exact as the window; nothing without one in the time range.
+
+    Prometheus evaluates a subquery at multiples of its step, so what came after the last of these is asked for itself.
+    """
+    moment = f"(vector(time()) and on () (({captured(CAPTURED_CYCLES, window=WINDOW)}) > 0))"
+    return f"time() - ({moment} or max_over_time({moment}[{TIME_RANGE}:{WINDOW}]))"
+
+
 # --- hardware -----------------------------------------------------------------------------------------------
 
 

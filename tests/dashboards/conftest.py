@@ -75,6 +75,10 @@ def _run_live_traffic(replay: ReplayProcess) -> None:
         replay.idle("node-a:30000")
         replay.prefill("node-a:30000")
         replay.prefill("node-b:30000")
+        if rows == 8:
+            replay.capture("node-a:30000", slow_rank=5)
+            replay.capture("node-b:30000", 4, ranks=[1], nccl=0)
+            replay.capture("node-b:30000", ranks=[0], outcome="busy")
         time.sleep(0.4)
     replay.cycles("node-a:30000", 10, rows=4, slow_rank=5)
     replay.cycles("node-b:30000", 50, rows=4, only_rank=1, accept=0.3)
@@ -96,6 +100,12 @@ def _tell_history(replay: ReplayProcess, directory: Path, first: float) -> list[
     lines: list[str] = []
     for index in range(HISTORY_STEPS):
         moment = first + index * STEP
+        if index == 30:
+            replay.capture("dead")
+        if index == 35:
+            replay.capture("reset", scale=2.0)
+        if index in (20, 60):
+            replay.capture("changed", 5 if index == 20 else 20, scale=index / 20, nccl=0.0 if index == 20 else 0.5)
         if index == 40:
             replay.stop("dead", rank=1)
             replay.start(roots["reset"], "reset", tiers=[3], baseline={"1": 0.006})

@@ -28,6 +28,8 @@ UNITS = {"short", "percentunit", "s", "cps", "hertz", "watt", "celsius", "bool_y
 """Of the linter's long list those that are used; a unit that is not here is a decision to be made."""
 
 COUNTER_FUNCTIONS = {"rate", "increase"}
+OVER_THE_TIME_RANGE = {"increase", "last_over_time"}
+"""What may be asked over ``$__range`` (the linter allows everything but rate and irate)."""
 TARGET_LABELS = {"job", "instance", "node"}
 FOREIGN: dict[str, set[str] | frozenset[str]] = {
     "up": TARGET_LABELS,
@@ -176,6 +178,7 @@ def target_rate_interval(document: Document, _: Exceptions) -> list[str]:
         for title, index, expression in expressions(document)
         for selector in promql_text.selectors(expression)
         if selector.range not in (None, "$__rate_interval")
+        and not (selector.range == "$__range" and selector.function in OVER_THE_TIME_RANGE)
     ]
 
 
@@ -197,13 +200,14 @@ def target_instance(document: Document, excluded: Exceptions) -> list[str]:
     return _matcher(document, excluded, "target-instance-rule", "instance")
 
 
-def target_counter_agg(document: Document, _: Exceptions) -> list[str]:
+def target_counter_agg(document: Document, excluded: Exceptions) -> list[str]:
     return [
         f"{title} {index}: {selector.metric}"
         for title, index, expression in expressions(document)
         for selector in promql_text.selectors(expression)
         if re.search(r"(_total|_bucket|_sum|_count)$", selector.metric)
         and (selector.range is None or selector.function not in COUNTER_FUNCTIONS)
+        and ("target-counter-agg-rule", document["title"], title, index) not in excluded
     ]
 
 

@@ -10,6 +10,8 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _SELECTOR = re.compile(r"([A-Za-z_:][\w:]*)?\{([^{}]*)\}(\[[^\]]*\])?")
 _MATCHER = re.compile(r'\s*([A-Za-z_]\w*)\s*(=~|!~|!=|=)\s*"((?:[^"\\]|\\.)*)"\s*,?')
 _LABEL_LIST = re.compile(r"\b(by|without|on|ignoring|group_left|group_right)\s*\(([^()]*)\)")
+_VARIABLE = re.compile(r"\$__\w+")
+_SUBQUERY = re.compile(r"\[[^\[\]]*:[^\[\]]*\]")
 _CALL = re.compile(r"\b([a-z_]+)\s*\($")
 
 WORDS = frozenset(
@@ -35,6 +37,8 @@ WORDS = frozenset(
         "count_values",
         "rate",
         "increase",
+        "last_over_time",
+        "max_over_time",
         "changes",
         "histogram_quantile",
         "label_replace",
@@ -101,6 +105,8 @@ def bare_names(expression: str) -> frozenset[str]:
     """Return words that are neither in braces nor known to PromQL: metrics without a selector, or typos."""
     text = _STRING.sub('""', expression)
     text = _SELECTOR.sub(" ", text)
+    text = _SUBQUERY.sub(" ", text)
+    text = _VARIABLE.sub(" ", text)
     text = _LABEL_LIST.sub(r" \1 ", text)
     words = re.findall(r"[A-Za-z_:][\w:]*", text)
     # The second pattern: what is left of durations (1m) and of numbers (1e6).

@@ -28,7 +28,8 @@ def _colours(path: Path) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_panel_is_drawn(stack: Stack, tmp_path: Path, name: str) -> None:
     document = client.load(build.OUTPUT / name)
-    session = client.Session(stack.url, stack.end - 5, stack.end, 1, stack.end - stack.start + 1.5)
+    window = stack.end - stack.start + 1.5
+    session = client.Session(stack.url, stack.end - 5, stack.end, 1, window, range=math.ceil(window))
     drawing = preview.Preview(document, session, open_rows=True)
     output = tmp_path / "images" / f"{name}.png"
     drawing.draw(output)

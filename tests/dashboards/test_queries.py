@@ -12,6 +12,7 @@ from eagle_exporter import catalogue
 from grafana import build, client
 from tests.dashboards import lint, promql_text
 from tests.dashboards.conftest import CONTEXTS, ROWS, SPECULATING_BASELINE, STEP, Stack
+from tests.dashboards.replay import KERNELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,7 +28,8 @@ def live(stack: Stack, *servers: str, **chosen: list[str]) -> client.Session:
     """A session over the live traffic, with a window that holds all of it."""
     more = {"server": list(servers)} if servers else {}
     window = stack.end - stack.start + 1.5
-    return client.Session(stack.url, stack.end - 3, stack.end, 1, window, {"job": ["eagle-exporter"], **more, **chosen})
+    chosen = {"job": ["eagle-exporter"], **more, **chosen}
+    return client.Session(stack.url, stack.end - 3, stack.end, 1, window, chosen, math.ceil(window))
 
 
 def past(stack: Stack, server: str, first: int = 0, last: int = 79) -> client.Session:
@@ -109,7 +111,7 @@ def test_every_query_returns_data(stack: Stack, servers: Sequence[str], empty: s
 
 def test_shares_are_within_0_and_1(stack: Stack) -> None:
     session = live(stack)
-    beyond = {"Host against group", "Last step: brings over must bring"}
+    beyond = {"Host against group", "Against group", "Last step: brings over must bring"}
     checked = 0
     for document, panel in all_panels():
         units = {p["value"] for o in panel["fieldConfig"]["overrides"] for p in o["properties"] if p["id"] == "unit"}
@@ -233,7 +235,7 @@ def total(ranks: Sequence[RankSnapshot], name: str, *, recording: bool = True, *
     return result
 
 
-def exactly(number: float | list[float]) -> Any:
+def exactly(number: float | list[float] | dict[str, float]) -> Any:
     return pytest.approx(number, rel=1e-6)
 
 
@@ -608,6 +610,130 @@ def test_hardware_joins_by_uuid(stack: Stack) -> None:
     chosen = named(live(stack, NODE_A, tp_rank=["5"]), "eagle-cycle.json", "GPU busy")
     assert chosen == {f"TP 5 · {NODE_A}": exactly(0.97)}
     assert named(live(stack, NODE_B), "eagle-cycle.json", "SM clock") == {}
+
+
+# --- kernels of captured cycles -----------------------------------------------------------------------------
+
+
+def per_cycle(ranks: Sequence[RankSnapshot], name: str, **labels: Any) -> float:
+    """Seconds per captured cycle, straight from the registry files."""
+    found = [rank for rank in ranks if total([rank], "eagle_kernel_profiled_cycles_total", recording=False) > 0]
+    cycles = total(found, "eagle_kernel_profiled_cycles_total", recording=False)
+    return total(found, name, recording=False, **labels) / cycles
+
+
+def kernel_seconds(classes: dict[str, float], nccl: float) -> dict[str, float]:
+    """Seconds of the replayed kernels with a part of NCCL's all-reduce."""
+    seconds = {name: milliseconds / 1e3 for name, milliseconds in classes.items()}
+    return {**seconds, **({"allreduce_nccl": sum(seconds.values()) / (1 - nccl) * nccl} if nccl else {})}
+
+
+def test_kernel_classes_and_idle_time_of_every_phase(stack: Stack) -> None:
+    """One of the replicas was captured, and the other has no part in it."""
+    session, ranks = live(stack, NODE_B), stack.node_b
+    table = rows(session, "eagle-cycle.json", "Kernel classes")
+    found = {(row["Phase"], row["Kernel class"]): row for row in table}
+    for phase, classes in KERNELS.items():
+        whole = per_cycle(ranks, "eagle_kernel_phase_seconds_total", phase=phase)
+        seconds = {kernel_class: found[phase, kernel_class]["Per cycle"] for kernel_class in (*classes, "idle")}
+        assert sum(seconds.values()) == exactly(whole)
+        assert sum(found[phase, name]["Share of the phase"] for name in seconds) == exactly(1)
+        for kernel_class, milliseconds in classes.items():
+            assert seconds[kernel_class] == exactly(milliseconds / 1e3)
+            assert found[phase, kernel_class]["Share of the phase"] == exactly(milliseconds / 1e3 / whole)
+        busy = per_cycle(ranks, "eagle_kernel_busy_seconds_total", phase=phase)
+        assert seconds["idle"] == exactly(whole - busy)
+    assert len(found) == sum(len(classes) + 1 for classes in KERNELS.values())
+    bars = rows(session, "eagle-cycle.json", "Phases by kernel class")
+    assert {bar["phase\\kernel_class"]: len(bar) - 2 for bar in bars} == {
+        phase: len(classes) for phase, classes in KERNELS.items()
+    }
+    assert bars[0]["phase\\kernel_class"] == "target_verify"
+    assert value(session, "eagle-cycle.json", "Captured cycles") == 4
+    assert results(session, "eagle-cycle.json", "All-reduce in verify") == {"A": []}
+    captures = named(session, "eagle-cycle.json", "Captures")
+    assert captures["completed"] == 1
+    assert captures["busy"] == pytest.approx(1, rel=0.2)  # increase() extrapolates to the edges of the window
+
+
+def test_the_rank_that_the_others_wait_for_has_the_least_all_reduce(stack: Stack) -> None:
+    """On seven of the eight ranks the series began with the only capture."""
+    session = live(stack, NODE_A)
+    table = {row["TP"]: row for row in rows(session, "eagle-cycle.json", "Verify by rank")}
+    assert set(table) == {str(rank) for rank in range(8)}
+    verify = {"phase": "target_verify"}
+    for rank in stack.node_a:
+        row = table[rank.labels["tp_rank"]]
+        allreduce = per_cycle([rank], "eagle_kernel_seconds_total", kernel_class="allreduce_nccl", **verify)
+        whole = per_cycle([rank], "eagle_kernel_phase_seconds_total", **verify)
+        busy = per_cycle([rank], "eagle_kernel_busy_seconds_total", **verify)
+        assert row["All-reduce"] == exactly(allreduce)
+        assert row["Other kernels"] == exactly(busy - allreduce)
+        assert row["Idle"] == exactly(whole - busy)
+        assert row["Verify"] == exactly(whole)
+        assert row["Captured cycles"] == pytest.approx(10, rel=0.2)
+    slow = table["5"]
+    assert slow["Against group"] < 0.7
+    assert [row["Against group"] for tp, row in table.items() if tp != "5"] == exactly([1.0] * 7)
+    (chosen,) = rows(live(stack, NODE_A, tp_rank=["5"]), "eagle-cycle.json", "Verify by rank")
+    assert chosen["All-reduce"] == exactly(slow["All-reduce"])
+    share = value(live(stack, NODE_A, tp_rank=["3"]), "eagle-cycle.json", "All-reduce in verify")
+    assert share == exactly(table["3"]["All-reduce"] / table["3"]["Verify"])
+    assert value(session, "eagle-cycle.json", "Idle in verify") == exactly(1 - 1 / 1.04)
+
+
+def test_captures_are_those_of_the_time_range(stack: Stack) -> None:
+    def classes(first: int, last: int) -> dict[str, float]:
+        table = rows(past(stack, "changed", first, last), "eagle-cycle.json", "Kernel classes")
+        return {row["Kernel class"]: row["Per cycle"] for row in table if row["Phase"] == "target_verify"}
+
+    before, after = kernel_seconds(KERNELS["target_verify"], 0.0), kernel_seconds(KERNELS["target_verify"], 0.5)
+    first, second, both, neither = classes(10, 30), classes(50, 79), classes(10, 79), classes(62, 79)
+    assert {name: first[name] for name in before} == exactly(before)
+    assert set(first) == {*before, "idle"}
+    assert {name: second[name] for name in after} == exactly({name: 3 * seconds for name, seconds in after.items()})
+    # The server was restarted between the two: 5 cycles of the first life and 20 of the second.
+    pooled = {name: (5 * before.get(name, 0.0) + 20 * 3 * seconds) / 25 for name, seconds in after.items()}
+    assert {name: both[name] for name in after} == pytest.approx(pooled, rel=0.02)
+    assert neither == {}
+
+
+def test_a_single_capture_shows_on_every_rank_from_its_first_value_on(stack: Stack) -> None:
+    for first, last in ((10, 31), (10, 39), (25, 31)):
+        session = past(stack, "dead", first, last)
+        table = {row["TP"]: row for row in rows(session, "eagle-cycle.json", "Verify by rank")}
+        assert set(table) == {"0", "1"}
+        assert table["0"]["All-reduce"] == exactly(table["1"]["All-reduce"])
+    assert rows(past(stack, "dead", 0, 29), "eagle-cycle.json", "Verify by rank") == []
+
+
+def test_how_old_the_last_capture_is(stack: Stack) -> None:
+    for last, age in ((31, 1), (39, 9), (36, 6)):
+        found = value(past(stack, "dead", 10, last), "eagle-cycle.json", "Last capture")
+        assert found == pytest.approx(age * STEP, abs=60)
+    assert results(past(stack, "dead", 0, 29), "eagle-cycle.json", "Last capture") == {"A": []}
+
+
+def test_captures_one_by_one(stack: Stack) -> None:
+    document, panel = find("eagle-cycle.json", "Verify by kernel class, capture by capture")
+    series = {
+        one.labels["kernel_class"]: one.points for one in past(stack, "changed").run(document, panel["targets"][0])
+    }
+    moments = {round((t - stack.history_start) / STEP): seconds for t, seconds in series["gemm"]}
+    assert set(moments) == {20, 21, 22, 23, 60, 61, 62, 63}
+    gemm = KERNELS["target_verify"]["gemm"] / 1e3
+    assert moments[20] == moments[23] == exactly(gemm)
+    assert moments[60] == moments[63] == exactly(3 * gemm)
+    assert {round((t - stack.history_start) / STEP) for t, _ in series["allreduce_nccl"]} == {60, 61, 62, 63}
+
+
+@pytest.mark.parametrize("server", ["quiet", "adaptive"])
+def test_without_a_capture_every_kernel_panel_says_so(stack: Stack, server: str) -> None:
+    document = DOCUMENTS["eagle-cycle.json"]
+    (row,) = [panel for panel in document["panels"] if panel["title"].startswith("Inside verify")]
+    for panel in row["panels"]:
+        for target in panel["targets"]:
+            assert past(stack, server).run(document, target) == [], panel["title"]
 
 
 # --- what went wrong, and what never was --------------------------------------------------------------------
