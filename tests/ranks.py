@@ -87,7 +87,8 @@ class Rank:
         self.plan = plan
         self.layout = Layout(plan)
         name = fmt.file_name(int(plan.labels["tp_rank"]), int(plan.labels["pp_rank"]), None)
-        self.writer = RankWriter(directory / name, self.layout, group=group)
+        problems = {hook: f"no function of {hook}" for hook, up in plan.hooks.items() if not up}
+        self.writer = RankWriter(directory / name, self.layout, group=group, hooks=problems)
         now = time.time()
         self.set("eagle_rank_start_timestamp_seconds", now)
         self.set("eagle_running_requests", 0)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -10,31 +9,16 @@ import pytest
 import yaml
 
 from tests.deploy.commands import venv_program
-from tests.tools import fetch_debian
-
-# Debian's docker-compose is Python: the program, and what it imports.
-DIST_PACKAGES = "usr/lib/python3/dist-packages"
-DEBIAN = (
-    "docker-compose",
-    *("python3-attr", "python3-certifi", "python3-chardet", "python3-distro", "python3-docker", "python3-dockerpty"),
-    *("python3-docopt", "python3-dotenv", "python3-idna", "python3-jsonschema", "python3-packaging"),
-    *("python3-pyrsistent", "python3-requests", "python3-texttable", "python3-urllib3", "python3-websocket"),
-    "python3-yaml",
-)
+from tests.tools import find_tool
 
 
 def compose_config(directory: Path, *options: str) -> dict[str, Any]:
     """Return what docker-compose makes of the file, with every variable filled in and every default resolved."""
-    program = fetch_debian("docker-compose", "usr/bin/docker-compose")
-    # Every package has this file.
-    roots = [fetch_debian(package, f"usr/share/doc/{package}/copyright").parents[4] for package in DEBIAN]
-    folders = [str(root / DIST_PACKAGES) for root in roots]
     done = subprocess.run(
-        ["/usr/bin/python3", "-W", "ignore", program, "--env-file", "env.example", *options, "config"],
+        [find_tool("docker-compose"), "--env-file", "env.example", *options, "config"],
         cwd=directory,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": ":".join(folders)},
     )
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = yaml.safe_load(done.stdout)
