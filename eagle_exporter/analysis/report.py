@@ -537,7 +537,7 @@ def to_text(advice: Advice) -> str:
     for batch in advice.batches:
         lines += ["", *_batch_text(batch)]
     if advice.captured is not None:
-        lines += _captured_text(advice.captured, advice.inside)
+        lines += _captured_text(advice.captured, advice.inside, gpu=server.clock != "host")
     rest = [*advice.outside, *([advice.limit_sentence] if advice.limit_sentence else [])]
     for title, sentences in (("Beyond the cycle", rest), ("Keep in mind", advice.notes)):
         if sentences:
@@ -609,11 +609,12 @@ def _cost_text(cell: Cell) -> list[str]:
     return lines
 
 
-def _captured_text(captured: kernels.Captured, inside: Sequence[str]) -> list[str]:
+def _captured_text(captured: kernels.Captured, inside: Sequence[str], *, gpu: bool) -> list[str]:
     verify = captured.phase(kernels.VERIFY)
     if not verify:
         return []
-    lines = ["", *_wrap(f"Inside verify: {captured.evidence}; {_ms(verify)} each under the profiler", "", "  ")]
+    what = "" if gpu else "operators on the CPU, "
+    lines = ["", *_wrap(f"Inside verify: {what}{captured.evidence}; {_ms(verify)} each under the profiler", "", "  ")]
     rows = captured.classes(kernels.VERIFY)
     idle = captured.idle(kernels.VERIFY)
     for name, seconds in [*rows, *([("idle", idle)] if idle is not None else [])]:

@@ -133,6 +133,9 @@ def find(root: Path, name: str | None, rank: str) -> RankSnapshot:
     elsewhere = "--dir or EAGLE_EXPORTER_DIR names another registry"
     alive = [one for one in ranks if one.alive]
     if not alive:
+        hookless = switch.without_hooks(root, name)
+        if not ranks and hookless:
+            raise Refused(FAILED, hookless)
         ended = " that runs" if ranks else ""
         raise Refused(NO_SERVER, f"no {wanted}{ended} under {root}; {elsewhere}")
     servers = sorted({one.labels["server"] for one in alive})

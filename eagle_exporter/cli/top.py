@@ -501,7 +501,7 @@ def _inside_verify(rank: Document, width: int) -> list[RenderableType]:
     verify, idle = found.phase(kernels.VERIFY), found.idle(kernels.VERIFY)
     if not verify or idle is None:
         return []
-    what = "operators on the CPU, " if rank["capture"].get("device") == "cpu" else ""
+    what = "CPU operators, " if rank["capture"].get("device") == "cpu" else ""
     classes = [*found.classes(kernels.VERIFY), ("idle", idle)]
     words = Text()
     room = width

@@ -270,8 +270,8 @@ def _attribute(work: Iterable[Work], cycles: Sequence[Cycle], classifier: Classi
     result.names, result.unclassified = dict(names), dict(unclassified)
     if len(launching) < len(cycles):
         result.problems.append(
-            f"{len(cycles) - len(launching)} of {len(cycles)} cycles launched nothing: the clocks of profiler and hooks "
-            "disagree, or events were lost"
+            f"{len(cycles) - len(launching)} of {len(cycles)} cycles launched nothing: the clocks of profiler and "
+            "hooks disagree, or events were lost"
         )
 
 

@@ -209,6 +209,7 @@ class TestInsideVerify:
 
     def test_operators_of_a_cpu_are_shown_and_no_advice_about_a_gpu_is_given(self) -> None:
         advice = advise(make_server(captured=((captured(),),), clock="host"))
+        assert "Inside verify: operators on the CPU, 10 captured" in to_text(advice)
         assert "allreduce_nccl      18.30 ms" in to_text(advice)
         assert advice.inside == ()
         check_output(advice)

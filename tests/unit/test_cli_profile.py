@@ -233,6 +233,13 @@ def test_without_a_server_the_error_says_where_it_looked(tmp_path: Path, run: Ca
     assert run(tmp_path, "--server", "other")[0] == 1
 
 
+def test_a_server_without_hooks_is_told_from_none(tmp_path: Path, run: Callable[..., Printed]) -> None:
+    with RankProcess(tmp_path):
+        code, _, err = run(tmp_path)
+    assert code == 2
+    assert "no hooks take commands" in err
+
+
 def test_of_several_servers_one_must_be_named(tmp_path: Path, run: Callable[..., Printed]) -> None:
     with RankProcess(tmp_path, {}, {"server": "node-b:30000"}):
         for name in (SERVER, "node-b:30000"):

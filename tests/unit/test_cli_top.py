@@ -180,6 +180,14 @@ def test_the_newest_capture_of_the_server_is_shown(document: dict[str, Any], wid
     )
 
 
+def test_operators_of_a_cpu_are_called_that(document: dict[str, Any]) -> None:
+    labels = dict(zip(COMMON_LABELS, ("node-a:30000", "kimi-k2.5", "unified", "0", "0", ""), strict=True))
+    rank = rank_answer(labels, CLASSES, age=300.0)
+    rank["capture"]["device"] = "cpu"
+    (head, *_) = inside_verify(shown(document, 80, captured=[rank]))
+    assert head == "inside verify: CPU operators, 10 captured cycles of tp0 pp0, the last 5 min ago"
+
+
 def test_without_a_capture_there_is_no_such_section(document: dict[str, Any]) -> None:
     assert not any("inside verify" in line for line in shown(document, 80))
 

@@ -109,7 +109,9 @@ def test_a_result_in_the_directory_of_another_server_is_not_shown(tmp_path: Path
     assert answer(tmp_path) == []
 
 
-VALUES: st.SearchStrategy[Any] = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just({}) | st.just([])
+VALUES: st.SearchStrategy[Any] = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.just({}), st.just([])
+)
 
 
 @given(st.data())
