@@ -14,6 +14,7 @@ Nothing is copied from the GPU for us in either.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 from eagle_exporter.timing.cycle import Acceptance
@@ -41,10 +42,11 @@ class RowsBefore:
         requests: The batch's requests in row order.
         live: Per row: the request still runs and is no health check.
         lengths: Per row: output tokens so far.
+        contexts: Per live row: prompt and output tokens so far.
         health_checks: Rows that are health checks.
     """
 
-    __slots__ = ("_counted", "health_checks", "lengths", "live", "requests")
+    __slots__ = ("_counted", "contexts", "health_checks", "lengths", "live", "requests")
 
     def __init__(self, requests: Sequence[Any], *, counters: bool = False) -> None:
         """Look at `requests` (SGLang ``Req`` objects); keep no reference beyond the result's processing.
@@ -53,14 +55,26 @@ class RowsBefore:
             requests: In row order.
             counters: Look at the requests' own counts too, for `drafts_of_requests`.
         """
+        live: list[bool] = []
+        lengths: list[int] = []
+        contexts: list[int] = []
+        health_checks = 0
+        # All in one pass: it runs in every cycle, and by then the requests have left the processor's caches.
+        for request in requests:
+            length = len(request.output_ids)
+            alive = request.finished_reason is None and not request.is_retracted
+            if alive and str(request.rid).startswith(HEALTH_CHECK_PREFIX):
+                alive = False
+                health_checks += 1
+            live.append(alive)
+            lengths.append(length)
+            if alive:
+                contexts.append(len(request.origin_input_ids) + length)
         self.requests = requests
-        self.live = [request.finished_reason is None and not request.is_retracted for request in requests]
-        self.lengths = [len(request.output_ids) for request in requests]
-        self.health_checks = 0
-        for row, request in enumerate(requests):
-            if self.live[row] and str(request.rid).startswith(HEALTH_CHECK_PREFIX):
-                self.live[row] = False
-                self.health_checks += 1
+        self.live = live
+        self.lengths = lengths
+        self.contexts = contexts
+        self.health_checks = health_checks
         self._counted = [_counts(request) for request in requests] if counters else []
 
     def appended_tokens(self) -> int:
@@ -81,9 +95,13 @@ class RowsBefore:
 
     def all_ended(self) -> bool:
         """Return whether SGLang has ended every request of the batch that was live before."""
-        return any(self.live) and not any(
-            alive and request.finished_reason is None for request, alive in zip(self.requests, self.live, strict=True)
-        )
+        ended = False
+        for request, alive in zip(self.requests, self.live, strict=True):
+            if alive:
+                if request.finished_reason is None:
+                    return False  # mostly the very first
+                ended = True
+        return ended
 
     def updated(self) -> bool:
         """Return whether SGLang has appended to any request since: V1 does so inside the worker."""
@@ -123,24 +141,16 @@ class RowsBefore:
             ValueError: There is not one number per row, or a negative one.
         """
         live = self.live
-        wasted = len(live) - sum(live) - self.health_checks
-        if not any(live):
+        wasted = len(live) - len(self.contexts) - self.health_checks
+        if not self.contexts:
             excluded = "health_check" if self.health_checks else "no_live_row"
             return Acceptance(wasted_rows=wasted, excluded=excluded)
         if len(drafts) != len(live):
             raise ValueError(f"{len(drafts)} accept lengths for {len(live)} rows")
-        accepted = [count for count, alive in zip(drafts, live, strict=True) if alive]
+        accepted = list(compress(drafts, live))
         if min(accepted) < 0:
             raise ValueError(f"a negative number of accepted tokens: {min(accepted)}")
-        return Acceptance(
-            correct_drafts=accepted,
-            context_tokens=[
-                len(request.origin_input_ids) + before
-                for request, alive, before in zip(self.requests, live, self.lengths, strict=True)
-                if alive
-            ],
-            wasted_rows=wasted,
-        )
+        return Acceptance(correct_drafts=accepted, context_tokens=self.contexts, wasted_rows=wasted)
 
 
 def correct_drafts(result: Any) -> Sequence[int] | None:

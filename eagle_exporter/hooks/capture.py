@@ -51,6 +51,8 @@ IDLE_SECONDS = 1.0
 """Nor longer than this without a batch."""
 BATCHES_PER_CYCLE, BATCHES_MORE = 4, 20
 """Nor for more batches than so many per wanted cycle and so many more: prefills fill the trace too."""
+ROOM = 0.8
+"""Of the events that are possible, when it is said how many cycles would fit: prefills between them differ."""
 ANALYSIS_SECONDS = 330.0
 SCHEDULED_CYCLES, SCHEDULED_SECONDS = 10, 60.0
 MARKS = 256
@@ -431,7 +433,7 @@ class Profile(_Disturbance):
         record.kinds.append(kinds.OTHER)
         timer.clock = self._clock
         timer.current = record
-        self._clock.mark(slot)
+        self._clock.mark(slot, time.perf_counter_ns())
 
     def _close_cycle(self, record: CycleRecord, *, valid: bool) -> None:
         """Give the timer its clock back, and keep the boundaries of the cycle. Raises nothing."""
@@ -525,7 +527,22 @@ class Profile(_Disturbance):
         server, request = self.captures.server, self.request
         files.make_directory(server)
         files.tidy(server, request.rank)
-        needed = 2 * request.cycles * files.RAW_BYTES_PER_CYCLE
+        begin = time.perf_counter()
+        try:
+            profiler, self.cuda = make_profiler()
+        except Exception as error:
+            self._not_started(error)
+            return
+        bounds = self._bounds
+        if request.cycles > bounds.cycles:
+            # Without a GPU: requests for more than any device allows are not decoded.
+            self._cancel(
+                "refused",
+                f"{request.cycles} cycles were asked for, and without a GPU, where operators take the place of "
+                f"kernels, a capture has at most {bounds.cycles}",
+            )
+            return
+        needed = 2 * request.cycles * bounds.raw_bytes_per_cycle
         space = os.statvfs(server)
         if space.f_bavail * space.f_frsize < needed:
             self._cancel(
@@ -533,18 +550,24 @@ class Profile(_Disturbance):
             )
             return
         files.raw_path(server, request.rank, request.id).mkdir(mode=0o700)
-        begin = time.perf_counter()
+        self.profiler = profiler
         try:
-            self.profiler, self.cuda = make_profiler()
-            start_profiler(self.profiler, cuda=self.cuda)
+            start_profiler(profiler, cuda=self.cuda)
             self._yield = _Yield(self)
         except Exception as error:
-            logger.debug("eagle-exporter: the profiler did not start", exc_info=True)
-            self._cancel("failed", f"the profiler did not start: {type(error).__name__}: {error}")
+            self._not_started(error)
             return
         self._stalls["start"] = time.perf_counter() - begin
         self._started = time.time()
         self._stop_by = self.captures.now() + RUN_SECONDS
+
+    @property
+    def _bounds(self) -> files.Bounds:
+        return files.ON_GPU if self.cuda else files.ON_CPU
+
+    def _not_started(self, error: Exception) -> None:
+        logger.debug("eagle-exporter: the profiler did not start", exc_info=True)
+        self._cancel("failed", f"the profiler did not start: {type(error).__name__}: {error}")
 
     def _stop(self) -> None:
         server, request = self.captures.server, self.request
@@ -557,7 +580,7 @@ class Profile(_Disturbance):
             self._stalls["stop"] = time.perf_counter() - begin
             begin = time.perf_counter()
             events = count_events(profiler)
-            if self._cycles and events <= files.MAX_EVENTS:
+            if self._cycles and events <= self._bounds.events:
                 profiler.export_chrome_trace(str(raw / files.RAW_TRACE))
             self._stalls["export"] = time.perf_counter() - begin
         except Exception as error:
@@ -569,9 +592,12 @@ class Profile(_Disturbance):
         if not self._cycles:
             self._cancel("failed", "no decode cycle ended while the profiler ran")
             return
-        if events > files.MAX_EVENTS:
+        most = self._bounds.events
+        if events > most:
+            possible = int(ROOM * most * len(self._cycles) / events)
+            advice = f"ask for at most {possible} cycles" if possible else "one cycle alone is too much"
             self._cancel(
-                "failed", f"the profiler saw {events} events, more than {files.MAX_EVENTS}: capture fewer cycles"
+                "failed", f"the profiler saw {events} events in {len(self._cycles)} cycles, more than {most}: {advice}"
             )
             return
         facts = {
@@ -747,10 +773,10 @@ class MarkClock:
         """Return a slot of the clock behind."""
         return self.inner.acquire()
 
-    def mark(self, slot: Slot) -> None:
-        """Note the present moment."""
+    def mark(self, slot: Slot, now: int) -> None:
+        """Note the present moment by the profiler's clock."""
         if not isinstance(slot, MarkSlot):
-            self.inner.mark(slot)
+            self.inner.mark(slot, now)
         elif slot.count < MARKS:
             slot.host.append(time.time_ns())
             slot.count += 1

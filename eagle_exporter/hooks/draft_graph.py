@@ -28,44 +28,41 @@ class DraftGraphEvents:
 
     Attributes:
         graphs: ``(num_steps, captured batch size)`` -> events: the start of the draft, then the end of each forward.
+        capturing: Events of the draft graph that is being captured now, None when none is.
+        unread: The cycle and the events of a replay whose steps have not been read yet.
     """
 
     def __init__(self, cuda: Any) -> None:
         """Record with ``torch.cuda`` (or a stand-in)."""
         self._cuda = cuda
         self.graphs: dict[tuple[int, int], list[Any]] = {}
-        self._capturing: list[Any] | None = None
-        self._last: tuple[CycleRecord, list[Any]] | None = None
+        self.capturing: list[Any] | None = None
+        self.unread: tuple[CycleRecord, list[Any]] | None = None
         self._replays = 0
 
     # --- at capture --------------------------------------------------------------------------------------
     def begin_capture(self, num_steps: int, batch_size: int) -> None:
         """``draft_forward`` begins; does nothing unless the stream is being captured."""
-        self._capturing = None
+        self.capturing = None
         if num_steps > 1 and self._cuda.is_current_stream_capturing():
-            self._capturing = self.graphs[(num_steps, batch_size)] = []
+            self.capturing = self.graphs[(num_steps, batch_size)] = []
             self._record()
 
     def end_step(self) -> None:
         """One draft forward was captured."""
-        if self._capturing is not None:
+        if self.capturing is not None:
             self._record()
 
     def end_capture(self) -> None:
         """``draft_forward`` ends."""
-        self._capturing = None
+        self.capturing = None
 
     def _record(self) -> None:
-        assert self._capturing is not None
+        assert self.capturing is not None
         # Made with external=True, or the event would only be a dependency inside the graph and could not be read.
         event = self._cuda.Event(enable_timing=True, external=True)
         event.record()
-        self._capturing.append(event)
-
-    @property
-    def capturing(self) -> bool:
-        """Whether a draft graph is being captured now."""
-        return self._capturing is not None
+        self.capturing.append(event)
 
     # --- at replay ---------------------------------------------------------------------------------------
     def replayed(self, record: CycleRecord, num_steps: int, batch_size: int) -> None:
@@ -73,7 +70,7 @@ class DraftGraphEvents:
         self._replays += 1
         events = self.graphs.get((num_steps, batch_size)) if self._replays % READ_EVERY == 0 else None
         if events:
-            self._last = (record, events)
+            self.unread = (record, events)
 
     def collect(self, timer: CycleTimer, *, final: bool) -> None:
         """Read the steps of the last replay if its draft is complete.
@@ -82,15 +79,15 @@ class DraftGraphEvents:
             timer: Knows whether the draft's end mark has happened.
             final: The graph is about to be launched again: what is not complete now is lost.
         """
-        if self._last is None:
+        if self.unread is None:
             return
-        record, events = self._last
+        record, events = self.unread
         slot = record.slot
         if slot is not None and record.draft_end and timer.clock.reached(slot, record.draft_end):
-            self._last = None
+            self.unread = None
             record.step_seconds = _elapsed(events)
         elif final or slot is None:
-            self._last = None
+            self.unread = None
             timer.recorder.drop("draft_step")
 
 

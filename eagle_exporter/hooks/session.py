@@ -387,26 +387,25 @@ class Session:
 
         return wrap
 
-    def _mark(self, kind: int) -> None:
-        timer = self.timer
-        if timer is not None:
-            timer.mark(kind)
-
     def _wrap_kv_prepare(self, original: Function) -> Function:
         return self._span("kv_prepare", self.enter_kv_prepare, self.leave_kv_prepare)(original)
 
     def enter_kv_prepare(self, *_args: Any, **_kwargs: Any) -> None:
         """Draft slots are addressed first in a cycle: nothing was enqueued since its start, so they share the mark."""
         timer = self.timer
-        if timer is not None and timer.current is not None:
-            if len(timer.current.kinds) == 1 and not timer.current.prefill:
-                timer.relabel(kinds.KV_CACHE)
-            else:
-                timer.mark(kinds.KV_CACHE)
+        current = timer.current if timer is not None else None
+        if timer is None or current is None:
+            return
+        if len(current.kinds) == 1 and not current.prefill:
+            timer.relabel(kinds.KV_CACHE)
+        else:
+            timer.mark(kinds.KV_CACHE)
 
     def leave_kv_prepare(self) -> None:
         """What follows is nobody's until the draft begins."""
-        self._mark(kinds.OTHER)
+        timer = self.timer
+        if timer is not None:
+            timer.mark(kinds.OTHER)
 
     def _wrap_draft(self, original: Function) -> Function:
         span = self._span("draft", self.enter_draft, self.leave_draft)(original)
@@ -438,15 +437,20 @@ class Session:
         """Draft steps run one by one (no CUDA graph): each forward ends a step."""
         self._draft_step = 0
         self._draft_steps_left = max(int(getattr(worker, "speculative_num_steps", 1)) - 1, 0)
-        self._mark(kinds.FIRST_DRAFT_STEP if self._draft_steps_left else kinds.DRAFT_STEPS)
+        timer = self.timer
+        if timer is not None:
+            timer.mark(kinds.FIRST_DRAFT_STEP if self._draft_steps_left else kinds.DRAFT_STEPS)
 
     def leave_draft(self) -> None:
         """The tree is built next, without anything between."""
         self._draft_steps_left = 0
-        self._mark(kinds.VERIFY_OVERHEAD)
         timer = self.timer
-        if timer is not None and timer.current is not None:
-            timer.current.draft_end = len(timer.current.kinds) - 1
+        if timer is None:
+            return
+        timer.mark(kinds.VERIFY_OVERHEAD)
+        current = timer.current
+        if current is not None:
+            current.draft_end = len(current.kinds) - 1
 
     def _wrap_draft_whole(self, original: Function) -> Function:
         """Draft steps that cannot be told apart, or that run no forward (the multi-layer workers)."""
@@ -454,7 +458,9 @@ class Session:
 
     def enter_draft_whole(self, *_args: Any, **_kwargs: Any) -> None:
         """All of the draft is one interval."""
-        self._mark(kinds.DRAFT_STEPS)
+        timer = self.timer
+        if timer is not None:
+            timer.mark(kinds.DRAFT_STEPS)
 
     def _wrap_draft_step(self, original: Function) -> Function:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -464,7 +470,7 @@ class Session:
                     self.end_draft_step()
                 except Exception:
                     self.failed("draft_step")
-            elif self.graph_events is not None and self.graph_events.capturing:
+            elif self.graph_events is not None and self.graph_events.capturing is not None:
                 try:
                     self.graph_events.end_step()
                 except Exception:
@@ -477,7 +483,9 @@ class Session:
         """One draft forward is done; after the last one only the result is organised."""
         self._draft_steps_left -= 1
         self._draft_step += 1
-        self._mark(kinds.FIRST_DRAFT_STEP + self._draft_step if self._draft_steps_left else kinds.DRAFT_STEPS)
+        timer = self.timer
+        if timer is not None:
+            timer.mark(kinds.FIRST_DRAFT_STEP + self._draft_step if self._draft_steps_left else kinds.DRAFT_STEPS)
 
     def _wrap_draft_graph(self, original: Function) -> Function:
         """V2: the draft graph is launched right after its batch was prepared."""
@@ -499,12 +507,14 @@ class Session:
                 return span(runner, *args, **kwargs)
             # Each launch times the events of the graph anew, also in a cycle that is not timed.
             try:
-                self.collect_draft_steps(final=True)
+                if self.graph_events.unread is not None:
+                    self.collect_draft_steps(final=True)
             except Exception:
                 self.failed("draft_graph")
             result = span(runner, *args, **kwargs)
             try:
-                self.note_replay(runner)
+                if self.timer.current is not None:
+                    self.note_replay(runner)
             except Exception:
                 self.failed("draft_graph")
             return result
@@ -524,11 +534,13 @@ class Session:
     def enter_draft_graph(self, *_args: Any, **_kwargs: Any) -> None:
         """All draft steps are one graph replay, launched right after the slots are addressed: they share the mark."""
         timer = self.timer
-        if timer is not None and timer.current is not None:
-            if timer.current.kinds[-1] == kinds.OTHER and len(timer.current.kinds) == 2:
-                timer.relabel(kinds.DRAFT_STEPS)
-            else:
-                timer.mark(kinds.DRAFT_STEPS)
+        current = timer.current if timer is not None else None
+        if timer is None or current is None:
+            return
+        if current.kinds[-1] == kinds.OTHER and len(current.kinds) == 2:
+            timer.relabel(kinds.DRAFT_STEPS)
+        else:
+            timer.mark(kinds.DRAFT_STEPS)
 
     def _wrap_tree_build(self, original: Function) -> Function:
         """The tree is built right after the draft."""
@@ -721,10 +733,10 @@ class Session:
             ValueError: It does not say, or what it says cannot be.
         """
         if record.prefill:
-            return Acceptance(excluded="health_check" if rows.health_checks and not any(rows.live) else None)
+            return Acceptance(excluded="health_check" if rows.health_checks and not rows.contexts else None)
         if self.plain_decode:
             return rows.acceptance([0] * len(rows.live))
-        if not any(rows.live):
+        if not rows.contexts:
             return rows.acceptance(())
         drafts = correct_drafts(result) if record.before is None else rows.drafts_of_requests()
         if drafts is None:

@@ -20,7 +20,9 @@ class Budget:
     """Decides which cycles are timed.
 
     Attributes:
-        state: One of `catalogue.TIMING_STATES`.
+        state: One of `catalogue.TIMING_STATES`; `set_state` alone changes it.
+        timing: Cycles may be timed.
+        counting: Acceptance is counted.
         sample_every: Every how many cycles one is timed now.
     """
 
@@ -29,6 +31,7 @@ class Budget:
         self.automatic = sample_every is None
         self.sample_every = sample_every or 1
         self.state = "on"
+        self.timing = self.counting = True
         self.on_change: Callable[[str], None] = lambda _state: None
         self._now = now
         self._countdown = 1
@@ -39,26 +42,18 @@ class Budget:
         self._fuse_cost = 0.0
         self._errors: list[float] = []
 
-    @property
-    def timing(self) -> bool:
-        """Whether cycles may be timed."""
-        return self.state == "on"
-
-    @property
-    def counting(self) -> bool:
-        """Whether acceptance is counted."""
-        return self.state in ("on", "fuse_cost")
-
     def set_state(self, state: str) -> None:
         """Switch, and tell whoever shows it."""
         if state != self.state:
             self.state = state
+            self.timing = state == "on"
+            self.counting = state in ("on", "fuse_cost")
             self._reset_windows()
             self.on_change(state)
 
     def time_this_cycle(self) -> bool:
         """Return whether the cycle that begins now is timed."""
-        if self.state != "on":
+        if not self.timing:
             return False
         self._countdown -= 1
         if self._countdown > 0:
@@ -68,7 +63,7 @@ class Budget:
 
     def next_is_timed(self) -> bool:
         """Return whether the next cycle will be timed."""
-        return self.state == "on" and self._countdown <= 1
+        return self.timing and self._countdown <= 1
 
     def cycle_took(self, seconds: float) -> None:
         """A timed cycle, with the gap before it, took so long."""

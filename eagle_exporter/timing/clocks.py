@@ -49,8 +49,13 @@ class Clock(Protocol):
         """Return an empty slot for a cycle that begins on the current stream, None when all are in flight."""
         ...
 
-    def mark(self, slot: Slot) -> None:
-        """Note the present moment as the next boundary of `slot`; ignored when the slot is full."""
+    def mark(self, slot: Slot, now: int) -> None:
+        """Note the present moment as the next boundary of `slot`; ignored when the slot is full.
+
+        Args:
+            slot: Of a cycle that is being launched.
+            now: ``perf_counter_ns``, which whoever marks has just read: it is the host time of the boundary.
+        """
         ...
 
     def done(self, slot: Slot) -> bool:
@@ -111,10 +116,10 @@ class HostClock(_PooledClock):
         """Return an empty slot, None when all are in flight."""
         return self._take()
 
-    def mark(self, slot: Slot) -> None:
+    def mark(self, slot: Slot, now: int) -> None:
         """Note the present moment."""
         if slot.count < self.marks:
-            slot.host.append(perf_counter_ns())
+            slot.host.append(now)
             slot.count += 1
 
     def done(self, slot: Slot) -> bool:  # noqa: ARG002
@@ -151,11 +156,12 @@ class SyncClock(HostClock):
 
         self._synchronize = torch.cuda.synchronize if torch.cuda.is_available() else None
 
-    def mark(self, slot: Slot) -> None:
+    def mark(self, slot: Slot, now: int) -> None:
         """Wait until the device is idle, then note the present moment."""
         if self._synchronize is not None:
             self._synchronize()
-        super().mark(slot)
+            now = perf_counter_ns()
+        super().mark(slot, now)
 
 
 class CudaEventClock(_PooledClock):
@@ -197,11 +203,11 @@ class CudaEventClock(_PooledClock):
             slot.stream = stream
         return slot
 
-    def mark(self, slot: Slot) -> None:
+    def mark(self, slot: Slot, now: int) -> None:
         """Record the next event of the slot on its stream."""
         count = slot.count
         if count < self.marks:
-            slot.host.append(perf_counter_ns())
+            slot.host.append(now)
             slot.events[count].record(slot.stream)
             slot.count = count + 1
 

@@ -179,6 +179,7 @@ class CycleTimer:
         host_ns: Time spent in the timer, nanoseconds; whoever accounts for it sets it back to 0.
         graph_mean: Draft steps run inside one CUDA graph: a step is the mean over the draft forwards.
         profiled: A kernel capture runs: what begins now is counted, and not timed.
+        last_opened: The decode cycle launched last, timed or not.
     """
 
     def __init__(self, clock: Clock, recorder: RankRecorder, budget: Budget) -> None:
@@ -191,15 +192,10 @@ class CycleTimer:
         self.graph_mean = False
         self.profiled = False
         self._pending: deque[CycleRecord] = deque()
-        self._last: CycleRecord | None = None
+        self.last_opened: CycleRecord | None = None
         self._consecutive = False
         self._timed_cycles = 0
         self._held: CycleRecord | None = None
-
-    @property
-    def last_opened(self) -> CycleRecord | None:
-        """The decode cycle launched last, timed or not."""
-        return self._last
 
     @property
     def waiting(self) -> bool:
@@ -217,9 +213,10 @@ class CycleTimer:
         """
         begin = perf_counter_ns()
         record = CycleRecord(rows, num_steps, num_draft_tokens)
-        record.consecutive = self._consecutive and self._last is not None
-        record.previous = self._last if record.consecutive else None
-        self._last = record
+        if self._consecutive and self.last_opened is not None:
+            record.consecutive = True
+            record.previous = self.last_opened
+        self.last_opened = record
         self._consecutive = True
         self._append(record)
         if self.profiled:
@@ -271,7 +268,7 @@ class CycleTimer:
         slot = self.clock.acquire()
         if slot is not None:
             try:
-                self.clock.mark(slot)
+                self.clock.mark(slot, perf_counter_ns())
             except BaseException:  # a slot without a mark can never be done
                 self.clock.release(slot)
                 raise
@@ -280,16 +277,21 @@ class CycleTimer:
     def mark(self, kind: int) -> None:
         """From here on the time of the current cycle belongs to `kind`. Does nothing without a timed cycle."""
         record = self.current
-        if record is None or record.slot is None:
+        if record is None:
             return
-        begin = perf_counter_ns()
-        if record.slot.count >= self.clock.marks - 1:
+        slot = record.slot
+        if slot is None:
+            return
+        # One reading for both: where the interval begins on the host, and where the cost of marking it begins.
+        now = perf_counter_ns()
+        clock = self.clock
+        if slot.count >= clock.marks - 1:
             # More boundaries than a slot holds: its times would be cut short, so there are none.
             self.fail(record)
             return
         record.kinds.append(kind)
-        self.clock.mark(record.slot)
-        self.host_ns += perf_counter_ns() - begin
+        clock.mark(slot, now)
+        self.host_ns += perf_counter_ns() - now
 
     def launch_verify(self) -> None:
         """The target model's forward is about to be launched.
@@ -325,7 +327,7 @@ class CycleTimer:
         """End the launch of a cycle; its times are read later, when the device is through."""
         begin = perf_counter_ns()
         if record.slot is not None:
-            self.clock.mark(record.slot)
+            self.clock.mark(record.slot, begin)
         elif not record.prefill and self.budget.next_is_timed():
             # The gap before the next cycle, and whether it is host-bound, need the end of this one.
             record.slot = self._marked_slot()
@@ -345,8 +347,8 @@ class CycleTimer:
         if record in self._pending:
             self._pending.remove(record)
             self._release(record)
-        if self._last is record:
-            self._last = None
+        if self.last_opened is record:
+            self.last_opened = None
         self.interrupt()
 
     def interrupt(self) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from eagle_exporter import catalogue
-from eagle_exporter.registry.layout import context_length_index
 
 if TYPE_CHECKING:
     from eagle_exporter.registry.layout import Layout
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from eagle_exporter.timing.cycle import Acceptance, CycleRecord, PhaseTimes
 
 _LONGEST = 3600.0
+_CONTEXT_LENGTH_BOUNDS = catalogue.CONTEXT_LENGTH_BOUNDS
 
 
 class RankRecorder:
@@ -181,17 +181,19 @@ class RankRecorder:
         positions = self._accepted_positions
         start = self._accept_length
         last = len(self._accept_length_bounds)
-        for count in correct:
+        for count in set(correct):  # few, however many rows
+            rows = correct.count(count)
             for slot in positions[:count]:
-                values[slot] += 1.0
+                values[slot] += rows
             if start is not None:
-                values[start + min(count, last)] += 1.0
+                values[start + min(count, last)] += rows
         if start is not None:
             values[start + last + 1] += accepted + live
+        context_drafts, context_accepted = self._context_drafts, self._context_accepted
         for count, context in zip(correct, contexts, strict=True):
-            index = context_length_index(context)
-            values[self._context_drafts[index]] += 1.0
-            values[self._context_accepted[index]] += count
+            index = bisect_left(_CONTEXT_LENGTH_BOUNDS, context)
+            values[context_drafts[index]] += 1.0
+            values[context_accepted[index]] += count
 
     def add_prefill(self, times: PhaseTimes) -> None:
         """Observe a prefill batch: the target's part and the draft's extend over the prompt."""

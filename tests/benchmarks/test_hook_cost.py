@@ -71,3 +71,17 @@ def test_the_cost_while_switched_off_is_measured_and_printed() -> None:
     rows = dict(re.findall(r"^ +(\w[\w ]*\w) +(-?\d+)$", done.stdout, re.MULTILINE))
     assert len(rows) == 9
     assert int(rows["all together"]) > 0
+
+
+def test_what_all_wrappers_add_to_a_cycle_is_measured_and_printed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks.wrapper_path", "--cycles", "20"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^ +(\d+) +(-?[\d.]+) +(-?[\d.]+) +(-?[\d.]+)$", done.stdout, re.MULTILINE)
+    assert [int(row[0]) for row in rows] == [1, 16, 64]
+    assert all(float(timed) > 0 for _, _, timed, _ in rows)

@@ -55,7 +55,7 @@ class HandClock:
         self.taken.append(slot)
         return slot
 
-    def mark(self, slot: Slot) -> None:
+    def mark(self, slot: Slot, now: int) -> None:
         """Note the present moment."""
         assert any(slot is taken for taken in self.taken), "marked a slot that was given back"
         if slot.count < self.marks:

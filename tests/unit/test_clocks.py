@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 import types
+from time import perf_counter_ns
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ class TestEveryClock:
         assert [slot is None for slot in taken] == [False, False, False, True]
         first = taken[0]
         assert first is not None
-        clock.mark(first)
+        clock.mark(first, perf_counter_ns())
         clock.release(first)
         again = clock.acquire()
         assert again is first
@@ -106,7 +107,7 @@ class TestEveryClock:
         slot = clock.acquire()
         assert slot is not None
         for _ in range(9):
-            clock.mark(slot)
+            clock.mark(slot, perf_counter_ns())
         assert slot.count == clock.marks == 5
         assert len(clock.offsets(slot)) == len(slot.host) == 5
 
@@ -118,7 +119,7 @@ class TestEveryClock:
         assert slot is not None
         for i in range(4):
             device.time = float(i)
-            clock.mark(slot)
+            clock.mark(slot, perf_counter_ns())
         offsets = list(clock.offsets(slot))
         assert offsets[0] == 0.0
         assert offsets == sorted(offsets)
@@ -126,17 +127,15 @@ class TestEveryClock:
         assert all(clock.reached(slot, i) for i in range(4))
 
 
-def test_host_time_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter([1_000_000_000, 1_002_000_000, 1_005_000_000, 1_009_000_000])
-    monkeypatch.setattr(clocks, "perf_counter_ns", lambda: next(moments))
+def test_host_time_is_in_seconds() -> None:
     clock = HostClock()
     earlier, later = clock.acquire(), clock.acquire()
     assert earlier is not None
     assert later is not None
-    clock.mark(earlier)
-    clock.mark(earlier)
-    clock.mark(later)
-    clock.mark(later)
+    clock.mark(earlier, 1_000_000_000)
+    clock.mark(earlier, 1_002_000_000)
+    clock.mark(later, 1_005_000_000)
+    clock.mark(later, 1_009_000_000)
     assert clock.offsets(earlier) == pytest.approx([0.0, 0.002])
     assert clock.between(earlier, later) == pytest.approx(0.003)
     assert not clock.tells_host_bound
@@ -149,7 +148,7 @@ def test_event_times_are_in_seconds(device: Device) -> None:
     assert later is not None
     for slot, moments in ((earlier, (10.0, 12.0)), (later, (15.0, 19.0))):
         for device.time in moments:
-            clock.mark(slot)
+            clock.mark(slot, perf_counter_ns())
     assert clock.offsets(earlier) == pytest.approx([0.0, 0.002])
     assert clock.between(earlier, later) == pytest.approx(0.003)
     assert clock.tells_host_bound
@@ -163,7 +162,7 @@ def test_a_cycle_on_cuda_never_waits_and_makes_no_event(device: Device) -> None:
     slot = clock.acquire()
     assert slot is not None
     for _ in range(5):
-        clock.mark(slot)
+        clock.mark(slot, perf_counter_ns())
     clock.done(slot)
     assert device.calls == ["current_stream", *["record"] * 5, "query"]
 
@@ -173,7 +172,7 @@ def test_events_that_have_not_happened_are_not_done(device: Device) -> None:
     slot = clock.acquire()
     assert slot is not None
     for device.time in (1.0, 2.0, 3.0):
-        clock.mark(slot)
+        clock.mark(slot, perf_counter_ns())
     device.executed = 2.0
     assert not clock.done(slot)
     assert [clock.reached(slot, i) for i in range(3)] == [True, True, False]
@@ -200,7 +199,7 @@ def test_the_synchronising_clock_waits_at_every_mark_and_no_other_does(
         slot = clock.acquire()
         assert slot is not None
         for _ in range(3):
-            clock.mark(slot)
+            clock.mark(slot, perf_counter_ns())
         assert device.calls.count("synchronize") == expected
 
 
@@ -208,5 +207,17 @@ def test_the_synchronising_clock_works_without_a_gpu(device: Device, monkeypatch
     monkeypatch.setattr(device, "is_available", lambda: False)
     clock: Any = make("sync", device, monkeypatch)
     slot = clock.acquire()
-    clock.mark(slot)
+    clock.mark(slot, perf_counter_ns())
     assert "synchronize" not in device.calls
+
+
+def test_the_synchronising_clock_notes_the_moment_after_its_wait(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clocks, "perf_counter_ns", lambda: 2_000)
+    for kind, expected in (("sync", 2_000), ("host", 1_000), ("cuda_event", 1_000)):
+        clock = make(kind, device, monkeypatch)
+        slot = clock.acquire()
+        assert slot is not None
+        clock.mark(slot, 1_000)
+        assert slot.host == [expected]

@@ -466,9 +466,9 @@ def _watch_marks(session: Any) -> None:
     original = clock.mark
     now = time.perf_counter_ns
 
-    def mark(slot: Any) -> None:
+    def mark(slot: Any, moment: int) -> None:
         begin = now()
-        original(slot)
+        original(slot, moment)
         State.mark_costs.setdefault(str(slot.count), []).append(now() - begin)
 
     clock.mark = mark
@@ -502,7 +502,7 @@ def _measure_parts(session: Any) -> dict[str, float]:
     parts["commit"] = loop(session.recorder.commit)
     slot = clock.acquire()
     if slot is not None:
-        clock.mark(slot)
+        clock.mark(slot, now())
         clock.release(slot)
     return parts
 
