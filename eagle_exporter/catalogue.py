@@ -46,6 +46,8 @@ OTHER_NUM_STEPS = "other"
 EXCLUDED_REASONS = ("no_live_row", "idle", "health_check", "profiled", "prefill_path")
 DROPPED_REASONS = ("pool_exhausted", "not_complete", "invalid_duration", "unmatched", "hook_error", "draft_step")
 TIMING_STATES = ("on", "off", "fuse_cost", "fuse_errors", "hooks_down")
+STOPPED_STATES = ("off", "fuse_errors")
+"""Timing states in which hooks pass everything through: ``eagle_hook_up`` of every hook is 0 then, attached or not."""
 
 KERNEL_CLASSES = (
     "allreduce_nccl",

@@ -114,7 +114,7 @@ def read(environment: Mapping[str, str] | None = None, *, strict: bool = False) 
         group=get("GROUP", str, None),
         profile_every=get("PROFILE_EVERY", _interval, None),
         kernel_classes=get("KERNEL_CLASSES", _absolute_path, None),
-        log_level=get("LOG_LEVEL", _choice("debug", "info", "warning", "error"), "info"),
+        log_level=get("LOG_LEVEL", _choice("debug", "info", "warning", "warn", "error"), "info"),
         problems=tuple(problems),
     )
 
@@ -125,7 +125,10 @@ def parse_buckets(text: str) -> tuple[float, ...]:
     Raises:
         ValueError: Not numbers, not positive and finite, or not strictly increasing.
     """
-    bounds = tuple(float(part) for part in text.split(","))
+    try:
+        bounds = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError("wanted increasing seconds such as 0.001,0.01,0.1") from error
     if not all(0 < bound < math.inf for bound in bounds):
         raise ValueError("bucket bounds are positive, finite seconds")
     if not all(low < high for low, high in pairwise(bounds)):
@@ -146,11 +149,11 @@ def parse_baseline(text: str) -> dict[str, float]:
         size, separator, seconds = part.partition("=")
         size = size.strip()
         if not separator or size not in catalogue.BATCH_SIZES:
-            size_number = int(size) if size.isdigit() else 0
+            size_number = int(size) if size.isascii() and size.isdigit() else 0
             size = catalogue.batch_size_label(size_number) if separator and size_number else ""
         if not size:
             raise ValueError("wanted batch_size=seconds pairs such as 1=0.0111,8=0.0135")
-        value = float(seconds)
+        value = _number(seconds)
         if not 0 < value < math.inf:
             raise ValueError("a baseline is a positive number of seconds")
         if size in baseline:
@@ -191,17 +194,24 @@ def _server_name(text: str) -> str | None:
 def _sample_every(text: str) -> int | None:
     if text.lower() == "auto":
         return None
-    number = int(text)
-    if number < 1:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise ValueError("wanted auto or a number from 1")
-    return number
+    return int(text)
+
+
+def _number(text: str) -> float:
+    """Return a number; NaN, which is in no range, for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _interval(text: str) -> float | None:
     if text.lower() == "off":
         return None
     unit = _UNITS.get(text[-1].lower())
-    value = float(text[:-1] if unit else text) * (unit or 1.0)
+    value = _number(text[:-1] if unit else text) * (unit or 1.0)
     if not SHORTEST_PROFILE_INTERVAL <= value < math.inf:
         raise ValueError(f"wanted off, or an interval such as 6h or 900s of at least {SHORTEST_PROFILE_INTERVAL:g} s")
     return value

@@ -63,6 +63,7 @@ _COUNTERS = (
 _GAUGES = (
     "eagle_rank_up",
     "eagle_hook_up",
+    "eagle_timing_enabled",
     "eagle_rank_start_timestamp_seconds",
     "eagle_spec_num_steps",
     "eagle_spec_num_draft_tokens",
@@ -471,12 +472,17 @@ def _integers(ranks: Iterable[_RankValues], name: str) -> tuple[int, ...]:
     return tuple(sorted({int(value) for value in _values(ranks, name)}))
 
 
+def _is_stopped(rank: _RankValues) -> bool:
+    return any(rank.get(("eagle_timing_enabled", (("reason", state),))) == 1 for state in catalogue.STOPPED_STATES)
+
+
 def _hooks_down(ranks: Iterable[_RankValues]) -> tuple[str, ...]:
+    # Stopped, every hook is down, and that says nothing about which are attached.
     down = {
         dict(labels).get("hook", "")
         for rank in ranks
         for (metric, labels), value in rank.items()
-        if metric == "eagle_hook_up" and value == 0
+        if metric == "eagle_hook_up" and value == 0 and not _is_stopped(rank)
     }
     return tuple(sorted(down - {""}))
 

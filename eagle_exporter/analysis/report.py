@@ -45,9 +45,16 @@ BASELINE_REMEDY = (
     "--save-baseline FILE', and call 'eagle-exporter advise --baseline FILE' here."
 )
 
+VERIFY_FASTER_MEANS = (
+    f"'verify {VERIFY_FASTER:.0%} faster' is an example of what tuning can do: settings of NCCL saved as much of "
+    "verify on a server with tensor parallelism. Whether something here can is another question."
+)
+
 CAPTURE_REMEDY = (
     "What verify consists of is not known: no kernels were captured. 'eagle-exporter profile' captures some."
 )
+
+REPLAY_CAPTURE = "What verify consists of is not known: a replay has no kernels to capture."
 
 CAPTURE_WORTH = 0.5
 """From this share of verify in the cycle on, a capture is recommended."""
@@ -59,6 +66,12 @@ REPLAY_REMEDY = (
     "A replay decodes nothing without speculation, so it can only be given: start it again with "
     "EAGLE_EXPORTER_BASELINE_DECODE_SECONDS (for example 1=0.0046)."
 )
+
+PAUSES_SHARE = 0.05
+"""Where the GPU waited for the host in no more than this share of the cycles, a mean gap is not one of each cycle."""
+
+PAUSES_WORTH = 0.01
+"""From this fraction of the cost on, a mean gap made of few pauses is explained."""
 
 _WIDTH = 80
 
@@ -164,7 +177,7 @@ def _batch(server: Server, batch_size: str, saved: Baseline | None) -> BatchAdvi
         tiers=cells,
         answer=answer,
         verdict=_verdict(cell, answer),
-        steps=() if answer is None else _step_sentences(answer, server.topk, _remedy(server)),
+        steps=() if answer is None else _step_sentences(answer, server.topk),
         notes=_batch_notes(server, cell, cells, answer),
     )
 
@@ -215,7 +228,30 @@ def _remedy(server: Server) -> str:
     return REPLAY_REMEDY if server.model_name.startswith(REPLAY) else BASELINE_REMEDY
 
 
-def _step_sentences(answer: WhatIf, topk: int | None, remedy: str) -> tuple[str, ...]:
+def _unnamed(server: Server, batches: Sequence[BatchAdvice]) -> list[str]:
+    """Return what is missing where there is no baseline, once for all batch sizes of a chain."""
+    missing = [
+        batch.batch_size
+        for batch in batches
+        if batch.answer is not None
+        and batch.answer.baseline is None
+        and batch.answer.best is None
+        and batch.answer.running.cost is not None
+        and batch.answer.predictions
+        and batch.answer.predictions[-1].tokens_per_cycle is not None
+    ]
+    if not missing:
+        return []
+    return [
+        (
+            f"No best step count is named at batch size {_listed(missing)}: without the time of a decode step of one "
+            "token (a baseline), what verify of fewer tokens costs is not known: ? in the tables. Tokens per "
+            f"cycle hold. {_remedy(server)}"
+        )
+    ]
+
+
+def _step_sentences(answer: WhatIf, topk: int | None) -> tuple[str, ...]:
     if topk is None:
         sentence = (
             "Other step counts are not predicted: topk is not known (eagle_spec_config_info is missing). "
@@ -240,12 +276,7 @@ def _step_sentences(answer: WhatIf, topk: int | None, remedy: str) -> tuple[str,
         sentences.append(_best_sentence(answer))
         if answer.baseline is None:
             sentences.append("Without a baseline only step counts from the smallest that ran upwards are compared.")
-    elif answer.running.cost is not None and answer.baseline is None:
-        sentences.append(
-            "No best step count is named: without the time of a decode step of one token, what verify of "
-            f"fewer tokens costs is not known. Tokens per cycle hold. {remedy}"
-        )
-    else:
+    elif answer.running.cost is None or answer.baseline is not None:  # else see `_unnamed`
         sentences.append("No best step count is named: the time of a cycle is not known.")
     more = [item for item in answer.predictions if item.extrapolated and item.tokens_per_second is not None]
     best_rate = max(
@@ -278,12 +309,21 @@ def _best_sentence(answer: WhatIf) -> str:
     steps, tokens = best.num_steps, best.num_steps + 1
     option = f", that is --speculative-num-steps {steps} --speculative-num-draft-tokens {tokens}"
     option = option if best.num_steps not in (0, running) else ""
+    # Extrapolations are not compared; where one shows more, the reader must see that.
+    beyond = any(
+        item.extrapolated
+        and item.tokens_per_second is not None
+        and rate is not None
+        and item.tokens_per_second.value > rate.value
+        for item in answer.predictions
+    )
+    among = f" of up to {_steps_name(max(answer.running.num_steps or 0, best.num_steps))}" if beyond else ""
     if best.confidence == "certain":
-        return f"Best: {name}{numbers}{option}. No other known step count reaches it even in its best case."
+        return f"Best{among}: {name}{numbers}{option}. No other known step count reaches it even in its best case."
     if best.confidence == "likely":
-        return f"Probably best: {name}{numbers}{option}, whichever way verify rises between what was measured."
+        return f"Probably best{among}: {name}{numbers}{option}, whichever way verify rises between what was measured."
     rivals = _listed([_steps_name(steps) for steps in best.within_error])
-    text = f"Best estimate: {name}{numbers}{option}. Within error: {rivals}."
+    text = f"Best estimate{among}: {name}{numbers}{option}. Within error: {rivals}."
     if max(best.within_error) < running:
         text += f" Every one of them is below the {running} that run now."
     untried = [steps for steps in best.within_error if steps not in (0, running)]
@@ -308,6 +348,9 @@ def _batch_notes(server: Server, cell: Cell, cells: Sequence[Cell], answer: What
         notes.append(f"Only {count} timed {_plural(count, 'cycle')}: take the figures as an indication.")
     if cell.timed_cycles > 0 and cell.gap is None:
         notes.append("The gap between cycles is not measured (the scheduler hook is down): costs are without it.")
+    pauses = _pauses(server, cell)
+    if pauses:
+        notes.append(pauses)
     if answer is not None and not answer.by_position:
         notes.append(
             "Acceptance by position is not known for every step (a position was never offered, or does not "
@@ -326,6 +369,20 @@ def _batch_notes(server: Server, cell: Cell, cells: Sequence[Cell], answer: What
     if other:
         notes.append(f"{other:.0f} cycles ran with a step count that was not known when the hooks attached.")
     return tuple(notes)
+
+
+def _pauses(server: Server, cell: Cell) -> str:
+    """Return that the gap is made of few pauses, where there are too few host-bound cycles for anything else."""
+    gap, cost, share = cell.gap, cell.cost, server.host_bound_share
+    if not gap or not cost or share is None or gap < PAUSES_WORTH * cost:
+        return ""
+    most = share * sum(other.timed_cycles for other in server.cells) / cell.timed_cycles
+    if not 0 < most <= PAUSES_SHARE:
+        return ""
+    return (
+        f"The mean gap of {_ms(gap)} is made of few long pauses, not of a wait in each cycle: the GPU waited for the "
+        f"host in at most {most:.1%} of these cycles. 'no gap' stands for a run without such pauses."
+    )
 
 
 def _server_notes(server: Server, batches: Sequence[BatchAdvice], saved: Baseline | None) -> tuple[str, ...]:
@@ -372,7 +429,12 @@ def _server_notes(server: Server, batches: Sequence[BatchAdvice], saved: Baselin
     notes.extend(_baseline_conflicts(server, saved))
     shares = [share for batch in batches if (share := batch.cell.share(kernels.VERIFY)) is not None]
     if server.captured == () and max(shares, default=0.0) >= CAPTURE_WORTH:
-        notes.append(CAPTURE_REMEDY)
+        notes.append(REPLAY_CAPTURE if server.model_name.startswith(REPLAY) else CAPTURE_REMEDY)
+    if any(
+        change.change == "verify_faster" for batch in batches if batch.answer for change in batch.answer.sensitivities
+    ):
+        notes.append(VERIFY_FASTER_MEANS)
+    notes.extend(_unnamed(server, batches))
     return tuple(notes)
 
 
@@ -653,7 +715,8 @@ def _changes_text(answer: WhatIf) -> list[str]:
     }
     if not answer.sensitivities:
         return []
-    lines = ["  What would change it (x: times the speed without speculation):"]
+    known = any(item.speedup is not None for item in answer.sensitivities)
+    lines = [f"  What would change it{' (x: times the speed without speculation)' if known else ''}:"]
     for item in answer.sensitivities:
         rate = item.tokens_per_second
         text = f"{_number(rate.value)} tok/s ({item.relative:+.0%})"

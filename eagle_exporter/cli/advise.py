@@ -106,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         servers = _choose(observe(*_source(args)), args.server)
         if args.save_baseline is not None:
             return _save_baseline(servers, args.save_baseline)
+        servers = _running(servers, args.server)
     except AdviseError as error:
         print(f"eagle-exporter advise: {error}", file=sys.stderr)
         return EXIT_WRONG
@@ -393,6 +394,16 @@ def _choose(servers: tuple[Server, ...], name: str | None) -> tuple[Server, ...]
         known = ", ".join(server.name for server in servers)
         raise AdviseError(f"--server {name}: no such server; the source knows {known}")
     return chosen
+
+
+def _running(servers: tuple[Server, ...], name: str | None) -> tuple[Server, ...]:
+    """Leave out servers that have ended, with a word, where others run and none was chosen."""
+    running = tuple(server for server in servers if server.ended_ranks < server.ranks)
+    if name is not None or not running or running == servers:
+        return servers
+    ended = ", ".join(server.name for server in servers if server not in running)
+    print(f"eagle-exporter advise: ended, left out (--server shows one): {ended}", file=sys.stderr)
+    return running
 
 
 def _load_baseline(path: Path | None) -> baselines.Baseline | None:

@@ -11,6 +11,7 @@ import http.client
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -26,19 +27,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_exporter import settings
+from eagle_exporter.demo import recording as recordings
 from eagle_exporter.demo import replay
 from eagle_exporter.demo.child import SupervisedChild, log_tail
 from eagle_exporter.demo.models import build_pair
 from eagle_exporter.demo.sglang_server import ServerError, SGLangServer
 from eagle_exporter.demo.traffic import Traffic
+from eagle_exporter.registry.layout import directory_name
 from eagle_exporter.registry.writer import RegistryError, clear_stale_files, server_directory
 from eagle_exporter.settings import DEFAULT_DIRECTORY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import FrameType
 
     from prometheus_client.samples import Sample
+
+    from eagle_exporter.demo.recording import Recording
 
 _SERVER_NAME = "demo"
 _LINE_SECONDS_WITHOUT_TERMINAL = 5.0
@@ -431,9 +436,25 @@ class _Demo:
         say(f"  {first}")
         say(f"  exporter    {self._metrics_url.replace('127.0.0.1', 'localhost')}   (live page: /)")
         if prometheus:
-            say(f"  Prometheus  http://localhost:{self._args.prometheus_port}")
+            url = f"http://localhost:{self._args.prometheus_port}"
+            say(f"  Prometheus  {url}   (started for this demo and ends with it; --prometheus none leaves it out)")
         else:
-            say("  Prometheus  not running (--prometheus PATH; to be had from https://prometheus.io/download/)")
+            say(f"  Prometheus  none started: {self._no_prometheus()}")
+
+    def _no_prometheus(self) -> str:
+        if self._args.prometheus == "none":
+            return "--prometheus none was given"
+        return "no such program on PATH or in the cache (--prometheus PATH; see https://prometheus.io/download/)"
+
+    def _print_commands(self, commands: Sequence[str]) -> None:
+        """Say what can be tried while this runs, so that it works from another shell."""
+        program = _program()
+        directory = settings.read().directory
+        if directory != DEFAULT_DIRECTORY:
+            program = f"EAGLE_EXPORTER_DIR={shlex.quote(str(directory))} {program}"
+        self._display.say("Try in another shell:")
+        for command in commands:
+            self._display.say(f"  {program} {command}")
 
     def _watch(self) -> tuple[_Reading, _Reading]:
         """Show the breakdown until the time is over; returns the first and the last reading."""
@@ -501,7 +522,8 @@ class _SGLangDemo(_Demo):
             traffic = Traffic(self._server, clients=args.clients, seed=args.seed)
             traffic.start()
             stack.callback(traffic.stop, 0.0)
-            self._display.say("Traffic is running. " + ("Ctrl-C ends it." if args.duration is None else ""))
+            self._print_commands(("top", "doctor", "advise", f"profile --server {shlex.quote(self._server_name)}"))
+            self._display.say("Traffic is running." + (" Ctrl-C ends it." if args.duration is None else ""))
             first, last = self._watch()
             counts = traffic.stop()
             prometheus_up = self._prometheus_up() if prometheus is not None else None
@@ -542,7 +564,7 @@ class _SGLangDemo(_Demo):
             extra_env=environment,
             log_file=log_file,
         )
-        stack.callback(self._server.stop)
+        stack.callback(self._stop_sglang, Path(environment["EAGLE_EXPORTER_DIR"]))
         self._display.say(f"SGLang with EAGLE-3 is starting (log: {log_file})")
         try:
             self._server.launch()
@@ -557,6 +579,13 @@ class _SGLangDemo(_Demo):
             raise DemoError(str(error)) from error
         self._display.say(f"SGLang is ready after {time.monotonic() - started:.0f} s")
         return True
+
+    def _stop_sglang(self, root: Path) -> None:
+        """End SGLang and remove its registry directory: a server that was stopped on purpose has not died."""
+        died = not self._server.is_running()
+        self._server.stop()
+        if not died:
+            _forget_server(root / directory_name(self._server_name))
 
     def _ended(self) -> str | None:
         return None if self._server.is_running() else "SGLang"
@@ -585,8 +614,10 @@ class _ReplayDemo(_Demo):
         except settings.SettingError as error:
             raise DemoError(str(error), EXIT_USAGE) from error
         root = configured.directory
+        played = recordings.load()
+        baseline = {} if configured.baseline else played.baseline
         with ExitStack() as stack:
-            self._start(stack, root, configured.group)
+            self._start(stack, root, configured.group, baseline)
             self._await_metrics(args.ranks)
             self._display.say(
                 f"Replay of recorded GPU cycles on {args.ranks} rank{'s' if args.ranks > 1 else ''}, "
@@ -595,6 +626,9 @@ class _ReplayDemo(_Demo):
             if prometheus is not None:
                 self._start_prometheus(stack, prometheus, {"eagle-exporter": self._exporter_target()})
             self._print_urls(f"registry    {root}", prometheus is not None)
+            for sentence in what_is_played(played, configured.baseline):
+                self._display.say(sentence)
+            self._print_commands(("top", "doctor", f"advise --server {shlex.quote(self._server_name)}"))
             if args.duration is None:
                 self._display.say("Ctrl-C ends it.")
             first, last = self._watch()
@@ -604,7 +638,7 @@ class _ReplayDemo(_Demo):
         self._display.say(f"{cycles:.0f} recorded cycles seen on /metrics")
         return self._conclude(cycles, [], prometheus_up)
 
-    def _start(self, stack: ExitStack, root: Path, group: str | None) -> None:
+    def _start(self, stack: ExitStack, root: Path, group: str | None, baseline: Mapping[str, float]) -> None:
         args = self._args
         try:
             directory = server_directory(root, self._server_name, group=group)
@@ -614,6 +648,9 @@ class _ReplayDemo(_Demo):
         # Last of all: a replay that was stopped on purpose is no server that has died.
         stack.callback(_forget_server, directory)
         environment = {**os.environ, "EAGLE_EXPORTER_DIR": str(root)}
+        if baseline:
+            pairs = ",".join(f"{size}={seconds!r}" for size, seconds in baseline.items())
+            environment["EAGLE_EXPORTER_BASELINE_DECODE_SECONDS"] = pairs
         commands = {
             "the replay": replay.command(
                 root,
@@ -643,10 +680,46 @@ class _ReplayDemo(_Demo):
         return "\n".join(log_tail(self._children[name][1], 20) for name in names)
 
 
+def what_is_played(played: Recording, configured: Mapping[str, float]) -> list[str]:
+    """Return what one must know about a recording to read its figures, in sentences.
+
+    Args:
+        played: The recording.
+        configured: The baseline that the user has set, batch size label -> seconds; it takes the recorded one's place.
+    """
+    run = played.run
+    sentences = [f"Played: {run.model} on {run.gpu}, SGLang {run.sglang}, {run.num_steps} steps, topk {run.topk}."]
+    if configured:
+        sentences.append("Baseline for advise: the one in EAGLE_EXPORTER_BASELINE_DECODE_SECONDS.")
+    elif played.baseline:
+        steps = ", ".join(f"{seconds * 1e3:.2f} ms at batch size {size}" for size, seconds in played.baseline.items())
+        sentences.append(f"Baseline for advise: a decode step of {steps} ({played.baseline_source}).")
+    pauses = []
+    for pause in played.pauses():
+        times = ", ".join(f"{seconds * 1e3:.0f}" for seconds in pause.seconds)
+        pauses.append(f"{times} ms in {len(pause.seconds)} of {pause.gaps} gaps of the {pause.batch} requests")
+    if pauses:
+        sentences.append(
+            f"Recorded as well: the GPU waited for a pause of the host ({'; '.join(pauses)}). The replay repeats it "
+            "with its burst, and the mean gap of those batch sizes is hardly anything else."
+        )
+    return sentences
+
+
 def _forget_server(directory: Path) -> None:
     with contextlib.suppress(RegistryError, OSError):
         clear_stale_files(directory)
         directory.rmdir()
+
+
+def _program() -> str:
+    """Return how this command is called from any shell and any directory."""
+    for program in (Path(sys.argv[0]), Path(sys.executable).parent / "eagle-exporter"):
+        if program.name == "eagle-exporter" and os.access(program, os.X_OK):
+            return shlex.quote(str(program.absolute()))
+    # A checkout that is not installed.
+    checkout = shlex.quote(str(Path(__file__).absolute().parents[2]))
+    return f"PYTHONPATH={checkout} {shlex.quote(sys.executable)} -m eagle_exporter"
 
 
 def _process_age() -> float:

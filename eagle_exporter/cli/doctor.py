@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import socket
 import ssl
 from dataclasses import asdict, dataclass, replace
@@ -217,7 +218,7 @@ def examine(environment: Mapping[str, str], *, root: Path | None = None, url: st
     findings += sglang_findings + rank_findings
     if families and not alive and configured.enabled != "0":
         findings += _next_start(directory, configured.server)
-    findings += _exporter(url or _default_url(configured.listen), ranks=ranks)
+    findings += _exporter(url or _default_url(configured.listen), ranks=ranks, sidecar=not families)
     worst = max((finding.status for finding in findings), key=lambda status: EXIT_CODES[status], default=OK)
     return Report(
         status=OK if worst == INFO else worst,
@@ -261,7 +262,11 @@ def render(report: Report) -> str:
             f"  {name:<{width}}  not in this SGLang: this worker has nothing for it" for name in family.not_in_sglang
         ]
     words = {OK: "healthy", DEGRADED: "degraded", BROKEN: "broken"}
-    lines += ["", words[report.status]]
+    nothing = report.status == OK and not report.families and not any(rank.alive for rank in report.ranks)
+    lines += [
+        "",
+        "nothing to judge: no SGLang in this environment, and no server runs" if nothing else words[report.status],
+    ]
     return "\n".join(lines)
 
 
@@ -274,8 +279,10 @@ def _sglang(
         if sidecar:
             text = "not in this environment; the ranks in the registry have theirs"
             return [Finding("sglang", INFO, text)], []
-        remedy = "run doctor with the Python that runs SGLang (python -m eagle_exporter doctor)"
-        return [Finding("sglang", BROKEN, "not installed in this environment", remedy)], []
+        # A sidecar's environment and the wrong Python look the same, and only one of them is a mistake.
+        text = "not in this environment, and a sidecar needs none: whether SGLang would be measured is not looked at"
+        remedy = "for that, run doctor with the Python that runs SGLang (python -m eagle_exporter doctor)"
+        return [Finding("sglang", INFO, text, remedy)], []
     version = points.sglang_version() or "of unknown version"
     findings = [Finding("sglang", OK, f"{version}, in {source.directory}")]
     findings += _plugin(environment, configured, source, version)
@@ -447,8 +454,10 @@ def _next_start(root: Path, server: str | None) -> list[Finding]:
 
 def _registry_finding(root: Path, snapshot: RegistrySnapshot) -> Finding:
     alive = sum(rank.alive for rank in snapshot.ranks)
-    ended = len(snapshot.ranks) - alive
-    ranks = f"{alive or 'no'} rank{'s' * (alive != 1)} running" + (f", files of {ended} that ended" if ended else "")
+    ended = [rank.labels["server"] for rank in snapshot.ranks if not rank.alive]
+    ranks = f"{alive or 'no'} rank{'s' * (alive != 1)} running"
+    if ended:
+        ranks += f", files of {len(ended)} that ended ({', '.join(sorted(set(ended)))})"
     return Finding("registry", OK if alive else INFO, f"{root}: {ranks}")
 
 
@@ -489,19 +498,24 @@ def _rank_findings(rank: RankReport) -> list[Finding]:
     findings = []
     if rank.family:
         name += f", family {rank.family}"
-    down = ", ".join(f"{hook} ({rank.problems[hook]})" if hook in rank.problems else hook for hook in rank.hooks_down)
-    if set(rank.hooks_down) & set(CORE_HOOKS):
+    # Stopped, every hook is down; those that could not be attached have a problem.
+    stopped = rank.timing in catalogue.STOPPED_STATES
+    hooks_down = [hook for hook in rank.hooks_down if not stopped or hook in rank.problems]
+    down = ", ".join(f"{hook} ({rank.problems[hook]})" if hook in rank.problems else hook for hook in hooks_down)
+    if set(hooks_down) & set(CORE_HOOKS):
         text = f"{name}: nothing is recorded, hooks down: {down}"
         findings.append(Finding("rank", BROKEN, text, "see the hook points of that server's SGLang: run doctor there"))
-    elif rank.hooks_down:
+    elif hooks_down:
         text = f"{name}: hooks down: {down}; their series are absent"
         findings.append(Finding("rank", DEGRADED, text, "run doctor with the Python of that server's SGLang"))
     if rank.timing not in ("", "on", "hooks_down"):
         remedy = {
-            "off": "eagle-exporter on switches it on",
+            "off": f"eagle-exporter on --server {shlex.quote(rank.server)} switches it on",
+            "fuse_errors": "see the server's log, then eagle-exporter on",
             "fuse_cost": "the hooks cost too much here: set EAGLE_EXPORTER_SAMPLE_EVERY, then eagle-exporter on",
         }.get(rank.timing, "see the server's log")
-        findings.append(Finding("rank", DEGRADED, f"{name}: timing is {rank.timing}", remedy))
+        text = f"{name}: timing is {rank.timing}" + (", nothing is timed or counted" if stopped else "")
+        findings.append(Finding("rank", BROKEN if rank.timing == "fuse_errors" else DEGRADED, text, remedy))
     if rank.errors:
         text = f"{name}: {rank.errors:.0f} errors inside the hooks"
         findings.append(Finding("rank", DEGRADED, text, "see the server's log; eagle_hook_errors_total counts them"))
@@ -525,12 +539,13 @@ def _default_url(listen: str) -> str:
     return f"http://localhost:{port if port.isdigit() else settings.DEFAULT_PORT}"
 
 
-def _exporter(url: str, *, ranks: Sequence[RankReport]) -> list[Finding]:
+def _exporter(url: str, *, ranks: Sequence[RankReport], sidecar: bool) -> list[Finding]:
     text, answer = _ask(url)
     alive = any(rank.alive for rank in ranks)
     if answer is None:
         if not alive:
-            return [Finding("exporter", INFO, f"{url}: {text}; it starts with the server")]
+            start = "eagle-exporter serve starts one beside a server" if sidecar else "it starts with the server"
+            return [Finding("exporter", INFO, f"{url}: {text}; {start}")]
         remedy = (
             "is it on another port? Then --url, or EAGLE_EXPORTER_LISTEN. Otherwise see the server's log, or start "
             "eagle-exporter serve beside it"

@@ -17,6 +17,7 @@ from typing import Any
 
 from eagle_exporter import catalogue, control, settings
 from eagle_exporter.cli import switch
+from eagle_exporter.cli.switch import REPLAY
 from eagle_exporter.kernels import files
 from eagle_exporter.kernels.files import Request
 from eagle_exporter.registry.layout import CONTROL_FILE
@@ -30,6 +31,11 @@ _RUN_SECONDS = 45.0
 _READING_SECONDS = 360.0
 _ANSWER_SECONDS = 5.0
 _SHORT = 80
+_CYCLES_HELP = (
+    f"decode cycles to capture (default: 10; at most {files.ON_GPU.cycles}, without a GPU {files.ON_CPU.cycles})"
+)
+_ENDS = {"failed": "the capture failed", "refused": "the capture was refused", "withdrawn": "the capture was withdrawn"}
+"""What the outcomes of `catalogue.CAPTURE_OUTCOMES` without a result are in a sentence."""
 
 
 class Refused(Exception):
@@ -53,7 +59,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     switch.add_arguments(parser)
-    parser.add_argument("--cycles", type=int, default=10, metavar="N", help="decode cycles to capture (default: 10)")
+    parser.add_argument("--cycles", type=int, default=10, metavar="N", help=_CYCLES_HELP)
     parser.add_argument(
         "--rank", default="0", help="tensor-parallel rank, or a rank in full such as tp1-pp0-dp0 (default: 0)"
     )
@@ -94,7 +100,9 @@ def capture(args: argparse.Namespace) -> tuple[dict[str, Any], Path]:
         SettingError: The environment names no usable registry.
     """
     if not 1 <= args.cycles <= files.MAX_CYCLES:
-        raise Refused(FAILED, f"--cycles must be from 1 to {files.MAX_CYCLES}")
+        raise Refused(
+            FAILED, f"--cycles must be from 1 to {files.MAX_CYCLES}, and without a GPU to {files.ON_CPU.cycles}"
+        )
     if not 0 < args.timeout <= files.MAX_SECONDS:
         raise Refused(FAILED, f"--timeout must be above 0 and at most {files.MAX_SECONDS:g} seconds")
     if args.out is not None and not args.out.absolute().parent.is_dir():
@@ -126,13 +134,25 @@ def find(root: Path, name: str | None, rank: str) -> RankSnapshot:
     """
     directories = {path.name for path in switch.servers(root, name)}
     try:
-        ranks = [one for one in RegistryReader(root).read().ranks if one.directory in directories]
+        shown = RegistryReader(root).read().ranks
     except OSError as error:
         raise Refused(FAILED, f"{root}: {error.strerror}") from error
+    ranks = [one for one in shown if one.directory in directories]
     wanted = f"server {name!r}" if name else "server"
     elsewhere = "--dir or EAGLE_EXPORTER_DIR names another registry"
     alive = [one for one in ranks if one.alive]
     if not alive:
+        replays = sorted(
+            {
+                one.labels["server"]
+                for one in shown
+                if one.alive and one.labels["model_name"].startswith(REPLAY) and name in (None, one.labels["server"])
+            }
+        )
+        if replays:
+            raise Refused(
+                FAILED, f"{', '.join(replays)}: a replay of recorded cycles has no kernels; capture a running SGLang"
+            )
         hookless = switch.without_hooks(root, name)
         if not ranks and hookless:
             raise Refused(FAILED, hookless)
@@ -227,7 +247,7 @@ def _answered(result: dict[str, Any], request: Request) -> dict[str, Any]:
         raise Refused(BUSY, f"{reason}")
     if outcome == "withdrawn" and f"within {request.seconds:g} s" in str(reason):
         raise Refused(NO_TRAFFIC, f"{reason}: send requests, or wait longer with --timeout")
-    raise Refused(FAILED, f"the capture is {outcome}: {reason}")
+    raise Refused(FAILED, f"{_ENDS.get(str(outcome), f'the capture ended as {outcome!r}')}: {reason}")
 
 
 def _is_alive(root: Path, rank: RankSnapshot) -> bool:
@@ -243,6 +263,14 @@ def _write_trace(server: Path, result: Mapping[str, Any], out: Path) -> None:
 
 
 # --- the report ----------------------------------------------------------------------------------------------
+_PHASE_NAMES = {"other": "other (phase)"}
+_CLASS_NAMES = {catalogue.UNCLASSIFIED: "other (class)"}
+_OTHER_CLASS = {
+    True: "element-wise kernels, activations and the like, and kernels whose name is not known",
+    False: "views, allocations, element-wise and all further operators, and those whose name is not known",
+}
+
+
 def report(result: Mapping[str, Any]) -> list[str]:
     """Return a completed result as lines of text."""
     cycles = result["cycles"]
@@ -250,7 +278,9 @@ def report(result: Mapping[str, Any]) -> list[str]:
     per_cycle = 1e3 / cycles
     rows = result.get("rows", {})
     size = f"{rows.get('min')}" if rows.get("min") == rows.get("max") else f"{rows.get('min')} to {rows.get('max')}"
-    what = "kernels on the GPU" if result["device"] == "cuda" else "operators on the CPU (there is no GPU)"
+    on_gpu = result["device"] == "cuda"
+    what = "kernels on the GPU" if on_gpu else "operators on the CPU (there is no GPU)"
+    things = "kernels" if on_gpu else "operators"
     stall = sum(result.get("stall_seconds", {}).values())
     labels = result.get("labels", {})
     lines = [
@@ -259,7 +289,7 @@ def report(result: Mapping[str, Any]) -> list[str]:
             f"the scheduler stood still for {stall * 1e3:.0f} ms in all"
         ),
         "",
-        f"{'phase and class':<22}{'ms/cycle':>10}{'share':>8}{'busy':>8}{'kernels':>9}",
+        f"{'phase and class':<22}{'ms/cycle':>10}{'share':>8}{'busy':>8}{things:>11}",
     ]
     for phase in catalogue.PHASES:
         part = phases[phase]
@@ -267,17 +297,28 @@ def report(result: Mapping[str, Any]) -> list[str]:
             continue
         busy = part["busy_seconds"] / part["seconds"] if part["seconds"] else None
         lines.append(
-            f"{phase:<22}{part['seconds'] * per_cycle:>10.3f}{'':>8}{_percent(busy):>8}{part['kernels'] / cycles:>9.1f}"
+            f"{_PHASE_NAMES.get(phase, phase):<22}{part['seconds'] * per_cycle:>10.3f}{'':>8}{_percent(busy):>8}"
+            f"{part['kernels'] / cycles:>11.1f}"
         )
         total = part["kernel_seconds"]
         for name, seconds in sorted(part["classes"].items(), key=lambda item: -item[1]):
-            lines.append(f"  {name:<20}{seconds * per_cycle:>10.3f}{_percent(seconds / total if total else None):>8}")
+            lines.append(
+                f"  {_CLASS_NAMES.get(name, name):<20}{seconds * per_cycle:>10.3f}"
+                f"{_percent(seconds / total if total else None):>8}"
+            )
+    whole = result["total_seconds"]
+    outside = _percent(result["outside_seconds"] / whole if whole else None)
     lines += [
         "",
-        "A phase's ms are under the profiler, which slows cycles down; a class's share is of the phase's kernel time.",
         (
-            f"Outside the cycles (prefill, copies between them): {result['outside_seconds'] * per_cycle:.3f} ms/cycle "
-            f"of {result['total_seconds'] * per_cycle:.3f}."
+            "A phase's ms are under the profiler, which slows cycles down; a class's share is of the time of the "
+            f"phase's {things}."
+        ),
+        f"Class other: {_OTHER_CLASS[on_gpu]}.",
+        "Phase other: what a cycle does in no named phase.",
+        (
+            f"Outside the cycles (prefill, copies between them): {outside} of the time of all {things} seen, "
+            f"{result['outside_seconds'] * 1e3:.3f} ms of {whole * 1e3:.3f}."
         ),
         "",
         f"{'ms/cycle':>9} {'calls':>6}  {'class':<17}{'phase':<16}name",
@@ -287,15 +328,21 @@ def report(result: Mapping[str, Any]) -> list[str]:
         f"{_shortened(one['name'])}"
         for one in result["top"][:15]
     ]
-    lines += _unclassified(result["unclassified"], per_cycle)
+    lines += _unclassified(result["unclassified"], per_cycle, things)
     lines += ["", *(f"Doubtful: {problem}" for problem in result["problems"])] if result["problems"] else []
     return lines
 
 
-def _unclassified(entries: Sequence[Mapping[str, Any]], per_cycle: float) -> list[str]:
+def _unclassified(entries: Sequence[Mapping[str, Any]], per_cycle: float, things: str) -> list[str]:
     if not entries:
-        return ["", "Every kernel has a class."]
-    lines = ["", "Without a class (counted as other; EAGLE_EXPORTER_KERNEL_CLASSES can name one):"]
+        return ["", f"No {things} with names that are not known."]
+    lines = [
+        "",
+        (
+            f"{things.capitalize()} with names that are not known, ms/cycle (in class other; "
+            "EAGLE_EXPORTER_KERNEL_CLASSES can name a class):"
+        ),
+    ]
     return lines + [f"{one['seconds'] * per_cycle:>9.3f}  {_shortened(one['name'])}" for one in entries]
 
 

@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from eagle_exporter.settings import PREFIX, SettingError, read
+
 DEFAULT_DIRECTORY = "/dev/shm/eagle-exporter"  # noqa: S108 - the shared registry, no temporary file
 
 
@@ -70,6 +72,19 @@ def registry_root(argument: Path | None) -> Path:
     return argument or Path(os.environ.get("EAGLE_EXPORTER_DIR") or DEFAULT_DIRECTORY)
 
 
+def _check_environment(args: argparse.Namespace) -> None:
+    """Refuse a wrong variable, also one of the hooks: one environment usually serves both.
+
+    An embedded exporter does not end for one: the plugin that started it has warned, and both use the default.
+
+    Raises:
+        SettingError: A variable that no argument overrides has a value that cannot be used.
+    """
+    overridden = {"DIR": args.dir, "LISTEN": args.listen, "LOG_LEVEL": args.log_level}
+    without = {PREFIX + name for name, value in overridden.items() if value}
+    read({name: value for name, value in os.environ.items() if name not in without}, strict=True)
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal, or in embedded mode until the parent ends.
 
@@ -82,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
     from eagle_exporter.server import process
 
     try:
+        if not args.embedded:
+            _check_environment(args)
         settings = process.Settings(
             root=registry_root(args.dir),
             listen=tuple(args.listen or process.listen_from_environment(os.environ)),
@@ -93,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
             parent_fd=args.parent_fd,
         )
         settings.check()
-    except process.WrongSettingError as error:
+    except (process.WrongSettingError, SettingError) as error:
         print(f"eagle-exporter serve: {error}", file=sys.stderr)
         return 2
     return process.serve(settings)

@@ -6,10 +6,12 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from eagle_exporter.catalogue import STOPPED_STATES
 from eagle_exporter.cli.serve import registry_root
 
 if TYPE_CHECKING:
@@ -52,10 +54,18 @@ _KERNEL_COLORS = {
 _STATES = {
     "live": ("live", "green"),
     "no_traffic": ("no traffic", "yellow"),
+    "stopped": ("measuring is stopped", "yellow"),
     "all_ended": ("every rank has ended", "red"),
     "no_rank": ("no rank", "yellow"),
     "unreadable": ("registry unreadable", "red"),
 }
+
+_TIMING = {
+    "off": "Switched off on {}: nothing is timed or counted until 'eagle-exporter on'.",
+    "fuse_cost": "Timing stopped itself on {}: it cost too much. Acceptance is still counted.",
+    "fuse_errors": "Stopped itself on {} after errors in the hooks: nothing is timed or counted.",
+}
+"""Timing state -> what it means on some ranks."""
 
 Document = dict[str, Any]
 """The JSON of ``/api/v1/cycle``."""
@@ -87,7 +97,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "top",
         help="show the live breakdown of the decode cycle in the terminal",
         description="Show the live breakdown of the decode cycle, from the registry of this machine or from "
-        "an exporter elsewhere. Ctrl-C ends it.",
+        "an exporter elsewhere. Ctrl-C ends it. Into a pipe or file it prints a page per interval, one below the "
+        "other; --once prints one and ends.",
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--dir", metavar="DIR", type=Path, help="registry root (default: as for eagle-exporter serve)")
@@ -117,9 +128,10 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         source: Source = _Exporter(args.url) if args.url else _Registry(registry_root(args.dir))
-        if args.once and not args.url:
+        pages = not args.json and not _is_screen()
+        if (args.once or pages) and not args.url:
             source.read()
-            time.sleep(_ONCE_SECONDS)
+            time.sleep(_ONCE_SECONDS if args.once else args.interval)
         document = source.read()
     except SourceError as error:
         print(f"eagle-exporter top: {error}", file=sys.stderr)
@@ -133,7 +145,13 @@ def run(args: argparse.Namespace) -> int:
     if args.once:
         console.print(render(document, args.window, console.width, captured=source.captures()))
         return _no_rank(document)
-    return _live(source, document, console, window=args.window, interval=args.interval)
+    show = _pages if pages else _live
+    return show(source, document, console, window=args.window, interval=args.interval)
+
+
+def _is_screen() -> bool:
+    """Return whether standard output is a terminal on which a page can take the place of the one before."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def _no_rank(document: Document) -> int:
@@ -154,15 +172,35 @@ def _interval(text: str) -> float:
 
 
 def _print_json(source: Source, document: Document, *, once: bool, interval: float) -> int:
+    newest: Document | None = document
     while True:
-        print(json.dumps(document), flush=True)
+        if newest is not None:
+            print(json.dumps(newest), flush=True)
         if once:
             return 0
         time.sleep(interval)
         try:
-            document = source.read()
+            newest = source.read()
         except SourceError as error:
+            newest = None
             print(f"eagle-exporter top: {error}", file=sys.stderr)
+
+
+def _pages(source: Source, document: Document, console: Console, *, window: str, interval: float) -> int:
+    """Print page below page: a pipe, a file or a terminal without a cursor keeps what was written."""
+    problem: str | None = None
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            captured = source.captures()
+            console.print(render(document, window, console.width, problem=problem, captured=captured))
+            console.print()
+            sys.stdout.flush()
+            time.sleep(interval)
+            try:
+                document, problem = source.read(), None
+            except SourceError as error:
+                problem = str(error)
+    return 0
 
 
 def _live(source: Source, document: Document, console: Console, *, window: str, interval: float) -> int:
@@ -194,8 +232,6 @@ def _live(source: Source, document: Document, console: Console, *, window: str, 
 
 class _Registry:
     def __init__(self, root: Path) -> None:
-        import os
-
         # See cli/serve: prometheus_client must not find SGLang's directory.
         os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
         from eagle_exporter.server.app import root_problem
@@ -317,7 +353,7 @@ def render(
     surplus = len(Console(width=width).render_lines(page)) - height
     if surplus <= 0:
         return page
-    servers = document["servers"]
+    servers = _shown(document)
     # The line that counts the ranks left out needs room too.
     fewer = -(-(surplus + len(servers)) // max(1, len(servers)))
     most = max((len(server["ranks"]) for server in servers), default=0)
@@ -329,7 +365,11 @@ def _page(document: Document, window: str, width: int, problem: str | None, max_
     from rich.text import Text
 
     lines: list[RenderableType] = []
-    word, color = _STATES.get(document["state"], (document["state"], "yellow"))
+    state = document["state"]
+    up = [rank for server in document["servers"] for rank in server["ranks"] if rank["up"]]
+    if state == "no_traffic" and all(rank["timing_state"] in STOPPED_STATES for rank in up):
+        state = "stopped"
+    word, color = _STATES.get(state, (state, "yellow"))
     head = Text.assemble(
         ("eagle-exporter top ", "bold"),
         f"{document['version']}  ",
@@ -344,9 +384,19 @@ def _page(document: Document, window: str, width: int, problem: str | None, max_
     if not document["servers"] and document["state"] != "unreadable":
         lines.append(Text(f"No SGLang server writes to {document['registry']['root']}."))
         lines.append(Text("eagle-exporter doctor tells why one is missing.", "bright_black"))
-    for server in document["servers"]:
+    servers = _shown(document)
+    for server in servers:
         lines += _server(server, window, width, server["ranks"][:max_ranks])
+    ended = [server["server"] for server in document["servers"] if server not in servers]
+    if ended:
+        lines += [Text(""), Text(f"Ended, left out: {', '.join(ended)}.", "red", overflow="ellipsis", no_wrap=True)]
     return Group(*lines)
+
+
+def _shown(document: Document) -> list[Document]:
+    """Return the servers that run; all where none does, whose last figures are all there is."""
+    servers: list[Document] = document["servers"]
+    return [server for server in servers if any(rank["up"] for rank in server["ranks"])] or servers
 
 
 def _printable(value: Any) -> Any:
@@ -378,7 +428,9 @@ def _server_notices(server: Document) -> list[tuple[str, str]]:
     ended = [_rank_name(rank) for rank in server["ranks"] if not rank["up"]]
     if ended:
         result.append((f"Ended: {', '.join(ended)}.", "bold red"))
-    elif not server["windows"]["10s"]["cycles"]:
+    elif not server["windows"]["10s"]["cycles"] and any(
+        rank["timing_state"] not in STOPPED_STATES for rank in server["ranks"]
+    ):
         result.append(("No decode cycle within the last 10 s; the ranks are up.", "yellow"))
     hooks: dict[str, list[str]] = {}
     states: dict[str, list[str]] = {}
@@ -390,7 +442,7 @@ def _server_notices(server: Document) -> list[tuple[str, str]]:
     for hook, ranks in hooks.items():
         result.append((f"Hook {hook} is down on {', '.join(ranks)}; what it measures is left out.", "yellow"))
     for state, ranks in states.items():
-        result.append((f"Timing is {state} on {', '.join(ranks)}.", "yellow"))
+        result.append((_TIMING.get(state, f"Timing is {state} on {{}}.").format(", ".join(ranks)), "yellow"))
     if any(rank["clock"] == "sync" for rank in server["ranks"]):
         result.append(("The synchronising clock is on: it costs 30 to 45 % of throughput.", "bold red"))
     return result
@@ -585,7 +637,7 @@ def _rank_state(rank: Document) -> tuple[str, str]:
     if rank["hooks_down"]:
         return "hook down", "yellow"
     if rank["timing_state"] not in (None, "on"):
-        return "timing off", "yellow"
+        return "off" if rank["timing_state"] in STOPPED_STATES else "timing off", "yellow"
     return "up", "green"
 
 

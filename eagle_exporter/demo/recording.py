@@ -7,10 +7,12 @@ A recording is JSON, usually gzipped, by columns so that it stays small::
       "version": 1,
       "description": what it is, for people,
       "run": {gpu, sglang, torch, model, num_steps, topk, num_draft_tokens, and more},
+      "baseline": {"decode_seconds": {batch size label: seconds, ...}, "source": how it was measured},
       "groups": [{"batch": requests sent together, "columns": {...}, "other_ranks": [{...}, ...]}, ...]
     }
 
-``run`` are the facts of the whole run (`Run`); ``model`` becomes ``model_name="replay:..."``. A group is one
+``run`` are the facts of the whole run (`Run`); ``model`` becomes ``model_name="replay:..."``. ``baseline`` is
+there where decode steps without speculation were measured with the same model on the same GPU model. A group is one
 burst of requests from its first decode cycle to its last, its cycles in the order of their launch. Every column
 has one entry per cycle; all times are whole nanoseconds:
 
@@ -40,8 +42,9 @@ import gzip
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from eagle_exporter import catalogue
@@ -60,6 +63,8 @@ DESCRIPTION = (
 _NANOSECOND = 1e-9
 _LONGEST_NANOSECONDS = 3_600_000_000_000
 _CLOSURE_SECONDS = 1e-6
+_PAUSE = 100
+"""So many times the median gap is no ordinary one."""
 _PARTS = len(catalogue.VERIFY_OVERHEAD_PARTS)
 
 
@@ -161,6 +166,23 @@ class Group:
 
 
 @dataclass(frozen=True)
+class HostPause:
+    """A burst whose gaps are for the most part a few long ones.
+
+    Attributes:
+        batch: Requests sent together.
+        seconds: The long gaps, in their order.
+        gaps: Number of gaps of the burst.
+        usual: The median gap in seconds.
+    """
+
+    batch: int
+    seconds: tuple[float, ...]
+    gaps: int
+    usual: float
+
+
+@dataclass(frozen=True)
 class Recording:
     """A recording that has been checked.
 
@@ -168,11 +190,26 @@ class Recording:
         description: What it is.
         run: Facts of the run.
         groups: By growing batch.
+        baseline: Batch size label -> seconds of a decode step without speculation; empty where none was measured.
+        baseline_source: How that was measured.
     """
 
     description: str
     run: Run
     groups: tuple[Group, ...]
+    baseline: Mapping[str, float] = field(default_factory=dict)
+    baseline_source: str = ""
+
+    def pauses(self) -> tuple[HostPause, ...]:
+        """Return the bursts in which the first rank's host paused: a replay repeats the pause with its burst."""
+        found = []
+        for group in self.groups:
+            gaps = [cycle.gap for cycle in group.cycles if cycle.gap is not None]
+            usual = median(gaps) if gaps else 0.0
+            long = tuple(gap for gap in gaps if gap > _PAUSE * usual)
+            if long and sum(long) > sum(gaps) / 2:
+                found.append(HostPause(group.batch, long, len(gaps), usual))
+        return tuple(found)
 
     @property
     def ranks(self) -> int:
@@ -223,7 +260,24 @@ def parse(data: Any) -> Recording:
     ranks = {group.batch: 1 + len(group.cycles[0].other_ranks) for group in groups}
     if len(set(ranks.values())) != 1:
         raise RecordingError(f"the groups hold different numbers of ranks, by batch: {ranks}")
-    return Recording(description, run, tuple(sorted(groups, key=lambda group: group.batch)))
+    baseline, source = _parse_baseline(data.get("baseline"))
+    return Recording(description, run, tuple(sorted(groups, key=lambda group: group.batch)), baseline, source)
+
+
+def _parse_baseline(data: Any) -> tuple[dict[str, float], str]:
+    if data is None:
+        return {}, ""
+    if not isinstance(data, dict) or not isinstance(data.get("decode_seconds"), dict):
+        raise RecordingError('"baseline": an object with decode_seconds expected')
+    source = data.get("source")
+    if not isinstance(source, str) or not source:
+        raise RecordingError('"baseline": it does not say how it was measured (source)')
+    for size, seconds in data["decode_seconds"].items():
+        if size not in catalogue.BATCH_SIZES:
+            raise RecordingError(f'"baseline": {size!r} is none of {", ".join(catalogue.BATCH_SIZES)}')
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+            raise RecordingError(f'"baseline": {seconds!r} is no positive number of seconds')
+    return {size: float(seconds) for size, seconds in data["decode_seconds"].items()}, source
 
 
 def _read_json(path: Path) -> Any:
@@ -242,16 +296,16 @@ def _parse_run(data: Any) -> Run:
     if not isinstance(data, dict):
         raise RecordingError('"run": an object expected')
     values: dict[str, Any] = {}
-    for field in fields(Run):
-        if field.name not in data:
+    for fact in fields(Run):
+        if fact.name not in data:
             continue
-        value = data[field.name]
-        number = field.type in ("int", "int | None")
-        if number and not (_is_count(value) or (value is None and field.type == "int | None")):
-            raise RecordingError(f'"run": {field.name} is {value!r}; a whole number expected')
+        value = data[fact.name]
+        number = fact.type in ("int", "int | None")
+        if number and not (_is_count(value) or (value is None and fact.type == "int | None")):
+            raise RecordingError(f'"run": {fact.name} is {value!r}; a whole number expected')
         if not number and not isinstance(value, str):
-            raise RecordingError(f'"run": {field.name} is {value!r}; a text expected')
-        values[field.name] = value
+            raise RecordingError(f'"run": {fact.name} is {value!r}; a text expected')
+        values[fact.name] = value
     try:
         run = Run(**values)
     except TypeError as error:
@@ -300,7 +354,7 @@ def _parse_group(entry: Any, where: str, run: Run) -> Group:
             raise RecordingError(f"{place}: {max(accepted[i])} tokens accepted of {run.num_steps} steps")
         cycles.append(
             RecordedCycle(
-                **{field.name: getattr(first[i], field.name) for field in fields(RankTimes)},
+                **{time.name: getattr(first[i], time.name) for time in fields(RankTimes)},
                 rows=rows[i],
                 accepted=tuple(accepted[i]),
                 context=tuple(context[i]),

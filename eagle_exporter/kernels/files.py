@@ -32,11 +32,7 @@ RAW_CYCLES = "cycles.json"
 MAX_CYCLES = 50
 MAX_SECONDS = 600.0
 """Longest time a request may wait for its cycles."""
-MAX_EVENTS = 100_000
-"""Events of the profiler that are written out: writing takes the scheduler some microseconds for each."""
 MAX_RAW_BYTES = 128 * 1024 * 1024
-RAW_BYTES_PER_CYCLE = 1_000_000
-"""What a cycle takes in the profiler's trace: 0.6 MB were seen (a dense model, 32 layers)."""
 MAX_TRACE_BYTES = 32 * 1024 * 1024
 MAX_RESULT_BYTES = 512 * 1024
 KEEP_RESULTS = 3
@@ -47,6 +43,28 @@ RAW_SECONDS = 900.0
 _NAME = re.compile(r"(?P<rank>tp\d{1,6}-pp\d{1,6}-dp\d{1,6})\.(?P<id>[0-9a-f]{14})(?P<kind>\.json|\.trace\.json\.gz)")
 _RANK = re.compile(r"tp\d{1,6}-pp\d{1,6}-dp\d{1,6}")
 _ID = re.compile(r"[0-9a-f]{14}")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How much one capture may hold, so that the server's memory and its stall stay bounded.
+
+    Attributes:
+        cycles: Cycles that can be asked for.
+        events: Events of the profiler that are written out; the scheduler waits for each.
+        raw_bytes_per_cycle: What a cycle takes in the profiler's trace, for the free space that is asked for.
+    """
+
+    cycles: int
+    events: int
+    raw_bytes_per_cycle: int
+
+
+ON_GPU = Bounds(cycles=MAX_CYCLES, events=100_000, raw_bytes_per_cycle=1_000_000)
+"""With CUDA graphs a cycle has some hundred kernels; 0.6 MB were seen for one (a dense model, 32 layers)."""
+ON_CPU = Bounds(cycles=20, events=300_000, raw_bytes_per_cycle=3_000_000)
+"""Without a GPU the profiler sees operators: with the demo 10,000 a cycle, of 280 bytes in the trace and 1.6 kB of
+memory. To stop and to write 300,000 takes it 5 seconds."""
 
 
 @dataclass(frozen=True)

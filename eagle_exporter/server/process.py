@@ -272,14 +272,14 @@ async def _sockets(settings: Settings, life: _Life) -> list[socket] | None:
             return bind(settings.listen)
         except BusyAddressError as error:
             if not settings.embedded:
-                log.error(_busy(error.address))
+                log.error(_busy(error.address, await asyncio.to_thread(_holder, error.address)))
                 return None
             if time.monotonic() >= next_probe:
                 holder = await asyncio.to_thread(_holder, error.address)
                 # Silence once is not enough: an exporter that is just ending does not answer either.
                 silent = silent + 1 if holder is _Holder.SILENT else 0
                 if holder is _Holder.OTHER or silent >= _SILENT_ANSWERS:
-                    log.error(_busy(error.address))
+                    log.error(_busy(error.address, holder))
                     return None
                 if holder is _Holder.EXPORTER:
                     next_probe = time.monotonic() + _PROBE_EVERY_SECONDS
@@ -300,8 +300,14 @@ async def _sockets(settings: Settings, life: _Life) -> list[socket] | None:
     return None
 
 
-def _busy(address: str) -> str:
-    return f"{address} is in use by another program; set EAGLE_EXPORTER_LISTEN or --web.listen-address to a free one"
+def _busy(address: str, holder: _Holder) -> str:
+    remedy = "set EAGLE_EXPORTER_LISTEN or --web.listen-address to a free one"
+    if holder is _Holder.EXPORTER:
+        return (
+            f"another eagle-exporter serves {address} already, with every server of its registry: one is enough for "
+            f"all servers of a machine. For a second one {remedy}"
+        )
+    return f"{address} is in use by another program; {remedy}"
 
 
 class _Holder(Enum):

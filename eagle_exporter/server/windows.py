@@ -124,6 +124,8 @@ class Windows:
                 ranks, lambda rank: (rank.snapshot.labels["server"], rank.snapshot.labels["model_name"])
             )
         ]
+        # Running ones first: what has ended is not what somebody looks for.
+        servers.sort(key=lambda server: not any(rank.up for rank in server.ranks))
         return models.Cycle(
             version=__version__,
             taken=view.taken if view is not None else time.time(),
@@ -358,6 +360,7 @@ def _rank(rank: RankView, windows: dict[str, models.Window]) -> models.Rank:
     timing = _info(rank, "eagle_timing_info") or {}
     gpu = _info(rank, "eagle_gpu_info") or {}
     states = [state for state, value in _family(rank, "eagle_timing_enabled").items() if value == 1]
+    stopped = bool(set(states) & set(catalogue.STOPPED_STATES))
     return models.Rank(
         engine_type=labels["engine_type"],
         tp_rank=labels["tp_rank"],
@@ -368,7 +371,10 @@ def _rank(rank: RankView, windows: dict[str, models.Window]) -> models.Rank:
         running_requests=_integer(_gauge(rank, "eagle_running_requests")),
         num_steps=_integer(_gauge(rank, "eagle_spec_num_steps")),
         num_draft_tokens=_integer(_gauge(rank, "eagle_spec_num_draft_tokens")),
-        hooks_down=[hook for hook, value in hooks.items() if value == 0],
+        # Stopped, every hook is down: the header still says which of them could not be attached.
+        hooks_down=[
+            hook for hook, value in hooks.items() if value == 0 and (not stopped or hook in rank.snapshot.hook_problems)
+        ],
         timing_state=states[0] if states else None,
         clock=timing.get("clock"),
         gpu=gpu.get("name"),

@@ -1,4 +1,4 @@
-"""What is really run, with known answers: the one list that the tests and the README's table take it from.
+"""What is really run, with known answers: the one list that the tests, README and docs/compatibility.md take it from.
 
 To run another version or configuration, add it here and let a test take it from here.
 """

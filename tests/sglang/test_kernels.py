@@ -145,6 +145,12 @@ def test_a_capture_accounts_for_all_that_the_profiler_saw_and_changes_nothing_el
         code, out, err = profile(served, capsys, "--cycles", "6", "--json", "--out", str(tmp_path / "trace.json.gz"))
     assert code == 0, err
     result = json.loads(out)
+
+    def completed(rank: RankSnapshot) -> float:
+        return rank.value("eagle_kernel_captures_total", "completed") or 0.0
+
+    # The scheduler takes the sums of the result into its registry file after whoever asked can read it.
+    wait_for(lambda: completed(served.settled()) > completed(before), 60, "the sums in the registry")
     after = served.settled()
     assert result["cycles"] == 6
     assert result["problems"] == []
@@ -240,7 +246,7 @@ def test_sglangs_own_profiler_goes_first(served: Served) -> None:
     served.server.request("/stop_profile", {})
     # It starts while a capture runs: the capture ends.
     with served.traffic():
-        request = served.ask(cycles=files.MAX_CYCLES)
+        request = served.ask(cycles=files.ON_CPU.cycles)
         served.running(request)
         served.server.request("/start_profile", SGLANGS_PROFILER)
         assert served.result_of(request)["outcome"] == "busy"
@@ -260,7 +266,7 @@ def test_without_traffic_the_request_is_taken_back(served: Served, capsys: pytes
 def test_a_kill_in_the_middle_leaves_nothing_that_disturbs_a_reader(served: Served) -> None:
     try:
         with served.traffic():
-            request = served.ask(cycles=files.MAX_CYCLES)
+            request = served.ask(cycles=files.ON_CPU.cycles)
             served.running(request)
             for pid in processes.of_server(served.registry)["scheduler"]:
                 processes.kill(pid)

@@ -294,7 +294,7 @@ def test_allocation_and_hooks_have_their_own_host_time(run: Run) -> None:
 
 
 def test_the_server_says_which_rank_it_measures(measured: Measured) -> None:
-    assert "eagle-exporter: measuring tested tp0 pp0 dp0 with the host clock, hooks all up" in measured.log
+    assert "eagle-exporter: measuring tested tp0 pp0 dp0 with the host clock, hooks of family v2 all up" in measured.log
     assert measured.first.labels["server"] == "tested"
     assert measured.first.labels["engine_type"] == "unified"
     assert measured.first.value("eagle_kv_pool_tokens") == 32768

@@ -71,6 +71,15 @@ def only(samples: Samples) -> Server:
 
 
 class TestRanks:
+    @pytest.mark.parametrize(("state", "expected"), [("on", ("sample",)), ("off", ()), ("fuse_errors", ())])
+    def test_hooks_count_as_down_only_while_the_rank_measures(self, state: str, expected: tuple[str, ...]) -> None:
+        labels = rank_labels()
+        samples = rank_samples(labels) | {
+            series_key("eagle_hook_up", {**labels, "hook": "sample"}): 0.0,
+            series_key("eagle_timing_enabled", {**labels, "reason": state}): 1.0,
+        }
+        assert only(samples).hooks_down == expected
+
     def test_times_of_tensor_parallel_ranks_are_not_added(self) -> None:
         samples: dict[SeriesKey, float] = {}
         for tp in range(8):

@@ -249,6 +249,66 @@ class TestWhatItDoesNotKnow:
         assert "run SGLang once" not in text
         check_output(advice)
 
+    @pytest.mark.parametrize("model", ["Kimi-K2.5", "replay:llama-3-8b-shape"])
+    def test_what_a_missing_baseline_leaves_open_is_said_once_for_all_batch_sizes_at_the_end(self, model: str) -> None:
+        cells = [make_cell(size) for size in ("1", "2", "3-4", "5-8")]
+        advice = advise(make_server(*cells, configured_baseline={}, model_name=model))
+        text = " ".join(to_text(advice).split())
+        assert text.count("No best step count is named") == 1
+        assert text.count("EAGLE_EXPORTER_BASELINE_DECODE_SECONDS") == 1
+        assert "No best step count is named at batch size 1, 2, 3-4 and 5-8:" in advice.notes[-1]
+        assert text.rindex("Keep in mind") < text.index("No best step count is named")
+
+    def test_only_the_batch_sizes_without_a_baseline_are_named(self) -> None:
+        advice = advise(make_server(make_cell("1"), make_cell("2"), configured_baseline={"1": 0.0111}))
+        assert "No best step count is named at batch size 2:" in advice.notes[-1]
+
+    def test_the_legend_of_x_is_there_only_where_an_x_follows(self) -> None:
+        with_baseline, without = advise(make_server()), advise(make_server(configured_baseline={}))
+        legend = "(x: times the speed without speculation)"
+        assert legend in to_text(with_baseline)
+        assert legend not in to_text(without)
+        assert "What would change it:" in to_text(without)
+
+    def test_it_is_said_what_the_example_of_a_faster_verify_comes_from(self) -> None:
+        text = " ".join(to_text(advise(make_server(make_cell("1"), make_cell("2")))).split())
+        assert "verify 27% faster:" in text
+        assert text.count("'verify 27% faster' is an example of what tuning can do: settings of NCCL saved") == 1
+
+    def test_the_best_step_count_says_among_which_where_extrapolations_show_more(self) -> None:
+        high = make_server(make_cell(num_steps=3), positions=tuple(Position(5000, 4500) for _ in range(3)))
+        high = replace(high, cells=(replace(high.cells[0], accepted=5000 * (0.9 + 0.81 + 0.729)),))
+        advice = advise(high)
+        answer = advice.batches[0].answer
+        assert answer is not None
+        assert answer.best is not None
+        rates = {item.num_steps: item.tokens_per_second for item in answer.predictions}
+        best, beyond = rates[answer.best.num_steps], rates[5]
+        assert best is not None
+        assert beyond is not None
+        assert beyond.value > best.value, "the table shows more for 5 steps than for the best"
+        assert " of up to 3 steps: 3 steps" in advice.batches[0].steps[0]
+        assert "of up to" not in sentences(advise(make_server())), "here nothing beyond shows more"
+
+    def test_a_replay_is_not_told_to_capture_kernels(self) -> None:
+        text = sentences(advise(make_server(captured=(), model_name="replay:llama-3-8b-shape")))
+        assert "eagle-exporter profile" not in text
+        assert "a replay has no kernels to capture" in text
+
+    def test_a_gap_of_few_long_pauses_is_told_from_a_wait_in_each_cycle(self) -> None:
+        cell = replace(make_cell("2"), gap_seconds=0.00066 * 5000)
+        rare = sentences(advise(make_server(cell, host_bound_share=0.004)))
+        assert "mean gap of 0.66 ms is made of few long pauses" in rare
+        assert "in at most 0.4% of these cycles" in rare
+        # Where the few may be all cycles of this batch size, where each cycle waits, or where nothing is known.
+        few = replace(make_cell("2", cycles=50.0), gap_seconds=0.00066 * 50)
+        for server in (
+            make_server(make_cell(), few, host_bound_share=0.01),
+            make_server(cell, host_bound_share=0.9),
+            make_server(cell, host_bound_share=None),
+        ):
+            assert "few long pauses" not in sentences(advise(server))
+
     def test_trees(self) -> None:
         advice = advise(make_server(config={"topk": "4"}))
         text = sentences(advice)

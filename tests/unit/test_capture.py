@@ -405,12 +405,59 @@ def test_too_little_space_is_said_before_anything_starts(rig: CapturedRig, monke
     assert "20 MB" in rig.result(request)["reason"]
 
 
-def test_too_many_events_are_not_written_out(rig: CapturedRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "count_events", lambda _: files.MAX_EVENTS + 1)
-    request = rig.ask(cycles=2)
-    rig.cycles(8)
+def without_gpu(monkeypatch: pytest.MonkeyPatch, events_per_cycle: int) -> None:
+    """Let the profiler see operators, so many in a cycle."""
+    monkeypatch.setattr(capture, "make_profiler", lambda: (Profiler(), False))
+    monkeypatch.setattr(
+        capture,
+        "count_events",
+        lambda profiler: events_per_cycle * sum(event["name"] == "sample" for event in profiler.events),
+    )
+
+    def saw(profiler: Profiler, name: str) -> None:
+        now = time.time_ns() // 1000
+        profiler.events.append({"ph": "X", "cat": "cpu_op", "name": name, "ts": now, "dur": 1, "tid": 1})
+
+    monkeypatch.setattr(Profiler, "saw", saw)
+
+
+def test_too_many_events_are_not_written_out_and_the_answer_says_how_many_cycles_fit(
+    rig: CapturedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "count_events", lambda _: 2 * files.ON_GPU.events)
+    request = rig.ask(cycles=10)
+    rig.cycles(18)
     assert rig.result(request)["outcome"] == "failed"
-    assert "capture fewer cycles" in rig.result(request)["reason"]
+    assert rig.result(request)["reason"] == (
+        "the profiler saw 200000 events in 10 cycles, more than 100000: ask for at most 4 cycles"
+    )
+    monkeypatch.setattr(capture, "count_events", lambda _: 2 * files.ON_GPU.events)
+    alone = rig.ask(cycles=1)
+    rig.cycles(8)
+    assert "one cycle alone is too much" in rig.result(alone)["reason"]
+
+
+@pytest.mark.parametrize("cycles", [10, files.ON_CPU.cycles])
+def test_the_operators_of_the_demo_fit_without_a_gpu(
+    rig: CapturedRig, monkeypatch: pytest.MonkeyPatch, cycles: int
+) -> None:
+    # 101,234 to 107,913 events in 10 cycles and 208,033 in 20 were seen, prefills between them included.
+    without_gpu(monkeypatch, 10_800)
+    request = rig.ask(cycles=cycles)
+    rig.cycles(LEAD + SETTLE + 4 + cycles)
+    result = rig.finished(request)
+    assert (result["outcome"], result["cycles"]) == ("completed", cycles), result["reason"]
+
+
+def test_more_cycles_than_fit_without_a_gpu_are_refused_before_anything_starts(
+    rig: CapturedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_gpu(monkeypatch, 10_000)
+    request = rig.ask(cycles=files.ON_CPU.cycles + 1)
+    rig.cycles(6)
+    found = rig.result(request)
+    assert (found["outcome"], "at most 20" in found["reason"]) == ("refused", True)
+    assert rig.untouched()
 
 
 def test_a_directory_that_cannot_be_written_costs_the_capture_only(

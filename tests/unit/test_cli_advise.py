@@ -20,6 +20,7 @@ from eagle_exporter.registry import layout as fmt
 from eagle_exporter.registry.writer import RankWriter, server_directory
 from eagle_exporter.server import kernels
 from tests.captures import write_capture
+from tests.ranks import RankProcess, write_ended
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -444,6 +445,22 @@ class TestExitCodes:
         file.touch()
         assert cli.main(["advise", "--registry", str(file)]) == 2
         assert str(file) in capsys.readouterr().err
+
+    def test_a_server_that_has_ended_is_named_and_left_out_where_another_runs(
+        self, root: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        write_ended(root, {"server": "ended"})
+        with RankProcess(root, {"server": "running"}) as process:
+            process.cycles(10)
+            assert cli.main(["advise", "--registry", str(root)]) == 0
+            output = capsys.readouterr()
+            assert "running" in output.out
+            assert "ended" not in output.out
+            assert output.err.splitlines() == ["eagle-exporter advise: ended, left out (--server shows one): ended"]
+            assert cli.main(["advise", "--registry", str(root), "--server", "ended"]) == 0
+        output = capsys.readouterr()
+        assert "1 of 1 ranks have ended" in output.out
+        assert output.err == ""
 
     def test_an_unknown_server_is_answered_with_the_known_ones(
         self, root: Path, capsys: pytest.CaptureFixture[str]

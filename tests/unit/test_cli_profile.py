@@ -16,6 +16,7 @@ import pytest
 from eagle_exporter import control
 from eagle_exporter.cli import main, profile
 from eagle_exporter.control import Control
+from eagle_exporter.demo.replay import Replay
 from eagle_exporter.kernels import files
 from eagle_exporter.kernels.classes import Classifier
 from eagle_exporter.kernels.files import Request
@@ -121,8 +122,31 @@ def test_the_report_shows_phases_classes_and_the_longest_kernels(served: Served,
     assert gemm[0] == "gemm"
     assert 55 < float(gemm[2]) < 58
     assert any("attention" in line and "_fwd_kernel" in line and "target_verify" in line for line in lines)
-    assert "Every kernel has a class." in lines
+    assert "No kernels with names that are not known." in lines
+    assert "Outside the cycles (prefill, copies between them): " in out
     assert max(map(len, lines)) <= 140
+
+
+def test_the_report_of_a_capture_without_a_gpu_speaks_of_operators_and_tells_the_two_others_apart(
+    served: Served, run: Callable[..., Printed]
+) -> None:
+    def answer(request: Request) -> None:
+        result = completed(request, device="cpu", total_seconds=0.4, outside_seconds=0.1)
+        result["phases"]["other"].update(seconds=0.003, busy_seconds=0.001, kernels=3, kernel_seconds=0.002)
+        result["phases"]["other"]["classes"] = {"other": 0.002}
+        served.write(request, result)
+
+    with served.hooks(answer):
+        code, out, _ = run(served.root)
+    assert code == 0
+    assert "No operators with names that are not known." in out
+    assert "kernel" not in out.replace("_fwd_kernel", "").split("ms/cycle  calls")[0]
+    lines = out.splitlines()
+    assert lines[2].split()[-1] == "operators"
+    assert sum(line.startswith("other (phase)") for line in lines) == 1
+    after = lines[next(i for i, line in enumerate(lines) if line.startswith("other (phase)")) + 1]
+    assert after.split() == ["other", "(class)", "0.667", "100.0", "%"]
+    assert "25.0 % of the time of all operators seen, 100.000 ms of 400.000." in out
 
 
 def test_what_has_no_class_and_what_is_doubtful_is_said(served: Served, run: Callable[..., Printed]) -> None:
@@ -166,7 +190,9 @@ def test_the_trace_is_written_where_it_is_wanted(served: Served, run: Callable[.
         ("refused", "the hooks of this server are not measuring (fuse_cost)", 2, "fuse_cost"),
         ("failed", "the trace has no kernel: CUPTI is missing", 2, "CUPTI"),
         ("withdrawn", "no decode cycle ran within 60 s", 3, "send requests"),
-        ("withdrawn", "the hooks of this server stopped measuring (off)", 2, "off"),
+        ("withdrawn", "the hooks of this server stopped measuring (off)", 2, "the capture was withdrawn: the hooks"),
+        ("refused", "21 cycles were asked for", 2, "the capture was refused: 21 cycles"),
+        ("failed", "the profiler saw 2 events", 2, "the capture failed: the profiler saw 2 events"),
     ],
 )
 def test_each_outcome_has_its_sentence_and_its_code(
@@ -238,6 +264,21 @@ def test_a_server_without_hooks_is_told_from_none(tmp_path: Path, run: Callable[
         code, _, err = run(tmp_path)
     assert code == 2
     assert "no hooks take commands" in err
+
+
+def test_a_replay_is_told_from_none_even_beside_a_server_that_has_ended(
+    tmp_path: Path, run: Callable[..., Printed]
+) -> None:
+    write_ended(tmp_path)
+    Control(tmp_path / directory_name(SERVER))
+    with Replay(tmp_path, speed=0):
+        for more in ((), ("--server", "replay")):
+            code, out, err = run(tmp_path, *more)
+            assert (code, out) == (2, "")
+            assert "replay: a replay of recorded cycles has no kernels" in err
+        code, _, err = run(tmp_path, "--server", SERVER)
+    assert code == 1
+    assert "that runs under" in err
 
 
 def test_of_several_servers_one_must_be_named(tmp_path: Path, run: Callable[..., Printed]) -> None:

@@ -74,6 +74,7 @@ def test_an_unreadable_root_ends_it_with_2() -> None:
         (["--web.listen-address", "nonsense"], {}, "nonsense"),
         ([], {"EAGLE_EXPORTER_LISTEN": "10077"}, "EAGLE_EXPORTER_LISTEN"),
         ([], {"EAGLE_EXPORTER_LOG_LEVEL": "loud"}, "EAGLE_EXPORTER_LOG_LEVEL"),
+        ([], {"EAGLE_EXPORTER_SAMPLE_EVERY": "abc"}, "EAGLE_EXPORTER_SAMPLE_EVERY='abc': "),
         (["--web.telemetry-path", "metrics"], {}, "--web.telemetry-path"),
         (["--web.telemetry-path", "/-/healthy"], {}, "--web.telemetry-path"),
         (["--web.telemetry-path", "/{x}"], {}, "--web.telemetry-path"),
@@ -98,6 +99,36 @@ def test_a_busy_port_ends_it_with_1_and_one_line(tmp_path: Path) -> None:
     assert len(result.stderr.splitlines()) == 1
     assert address in result.stderr
     assert "EAGLE_EXPORTER_LISTEN" in result.stderr
+
+
+def test_a_port_of_another_exporter_is_said_to_be_one(tmp_path: Path) -> None:
+    with Exporter(tmp_path) as exporter:
+        address = f"127.0.0.1:{exporter.port}"
+        result = serve("--dir", str(tmp_path), "--web.listen-address", address)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert f"another eagle-exporter serves {address} already" in line
+    assert "EAGLE_EXPORTER_LISTEN" in line
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"EAGLE_EXPORTER_LOG_LEVEL": "warn"},
+        {"EAGLE_EXPORTER_DIR": "overridden", "EAGLE_EXPORTER_SAMPLE_EVERY": "auto"},
+    ],
+)
+def test_a_variable_that_is_right_or_overridden_does_not_keep_it_from_starting(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
+    with Exporter(tmp_path, variables=variables) as exporter:
+        assert exporter.get("/metrics").status == 200
+
+
+def test_a_wrong_setting_of_the_hooks_does_not_end_an_embedded_exporter(tmp_path: Path) -> None:
+    variables = {"EAGLE_EXPORTER_SAMPLE_EVERY": "abc"}
+    with Exporter(tmp_path, "--embedded", variables=variables) as exporter:
+        assert exporter.get("/metrics").status == 200
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1:10077", "a..b:10077", "no-such-host.invalid:10077"])

@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
+from eagle_exporter import catalogue
 from eagle_exporter.catalogue import COMMON_LABELS
 from eagle_exporter.cli import captures
 from eagle_exporter.cli.top import render
@@ -110,6 +112,15 @@ def test_ranks_that_do_not_fit_are_counted(document: dict[str, Any]) -> None:
     shown_ranks = sum(line.startswith("tp") for line in lines)
     assert 1 <= shown_ranks < 8
     assert f"… and {8 - shown_ranks} more ranks" in lines
+    # Servers that are left out take no room.
+    ended = [
+        {**server, "server": f"ended-{i}", "ranks": [{**rank, "up": False} for rank in server["ranks"]]}
+        for i in range(4)
+        for server in document["servers"]
+    ]
+    lines = shown({**document, "servers": [*document["servers"], *ended]}, 80, height=30)
+    assert len(lines) <= 30
+    assert lines[-1] == "Ended, left out: ended-0, ended-1, ended-2, ended-3."
 
 
 def document_of(root: Path) -> dict[str, Any]:
@@ -130,6 +141,50 @@ def test_it_says_plainly_what_is_wrong(tmp_path: Path) -> None:
     text = "\n".join(shown(document_of(tmp_path), 80))
     assert "every rank has ended" in text
     assert "Ended: tp0." in text
+
+
+def test_a_server_that_was_switched_off_is_called_that(tmp_path: Path) -> None:
+    with RankProcess(tmp_path) as process:
+        process.set("eagle_timing_enabled", 0, "on")
+        process.set("eagle_timing_enabled", 1, "off")
+        for hook in catalogue.HOOKS:
+            process.set("eagle_hook_up", 0, hook)
+        text = "\n".join(shown(document_of(tmp_path), 80))
+    assert "measuring is stopped" in text
+    assert "Switched off on tp0" in text
+    assert "eagle-exporter on" in text
+    assert "is down" not in text
+    assert "no traffic" not in text
+    assert "No decode cycle" not in text
+    assert re.search(r"^tp0 \* +off ", text, re.MULTILINE)
+
+
+def test_a_server_that_has_ended_is_one_line_below_those_that_run(tmp_path: Path) -> None:
+    write_ended(tmp_path, {"server": "a-ended"})
+    with RankProcess(tmp_path, {"server": "b-running"}):
+        lines = shown(document_of(tmp_path), 80)
+    assert [line for line in lines if "a-ended" in line] == ["Ended, left out: a-ended."] == lines[-1:]
+    assert sum(line.startswith("verify ") for line in lines) == 1
+
+
+def test_into_a_pipe_it_prints_page_after_page(tmp_path: Path) -> None:
+    with (
+        RankProcess(tmp_path) as process,
+        subprocess.Popen(
+            [*TOP, "--dir", str(tmp_path), "--interval", "0.2"], stdout=subprocess.PIPE, text=True, env=environment()
+        ) as command,
+    ):
+        process.run(per_second=30)
+        assert command.stdout is not None
+        heads = 0
+        for line in command.stdout:
+            assert "\x1b" not in line
+            heads += line.startswith("eagle-exporter top")
+            if heads == 3:
+                break
+        command.send_signal(signal.SIGINT)
+        command.stdout.read()
+        assert command.wait(60) == 0
 
 
 def test_once_prints_and_ends(tmp_path: Path) -> None:

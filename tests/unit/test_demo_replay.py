@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import argparse
 import copy
 import gzip
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,7 @@ from typing import Any
 import pytest
 
 from eagle_exporter import catalogue
+from eagle_exporter.cli import demo as demo_command
 from eagle_exporter.demo import recording as recordings
 from eagle_exporter.demo.recording import DEFAULT_RECORDING, Group, RecordingError
 from eagle_exporter.demo.replay import Faults, Pause, Replay, ReplayError, traffic, write_cycles
@@ -455,11 +461,115 @@ def test_the_command_plays_a_node_through_the_real_exporter(tmp_path: Path) -> N
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert "on 2 ranks, up " in output
+    assert "Prometheus  none started: --prometheus none was given" in output
     assert f"http://{listen.replace('127.0.0.1', 'localhost')}/metrics" in output
     assert "target_verify" in output
     assert "recorded cycles seen on /metrics" in output
     # Nothing of it is left that an exporter would show as a dead server.
     assert list(registry.iterdir()) == []
+
+
+def test_the_commands_that_the_demo_names_work_from_another_shell_and_advise_has_a_baseline(tmp_path: Path) -> None:
+    options = ("--speed", "50", "--prometheus", "none", "--listen", f"127.0.0.1:{free_port()}")
+    with demo(tmp_path, *options) as process:
+        assert process.stdout is not None
+        lines = list(iter(process.stdout.readline, "Ctrl-C ends it.\n"))
+        commands = [line.strip() for line in lines if " eagle_exporter " in line or "/eagle-exporter " in line]
+        assert [command.split("exporter ")[-1].split()[0] for command in commands] == ["top", "doctor", "advise"]
+        assert "Baseline for advise: a decode step of 4.57 ms at batch size 1 (218.6 tokens a second" in "".join(lines)
+        advised = ""
+
+        def has_advice() -> bool:
+            nonlocal advised
+            shell = {"PATH": "/usr/bin:/bin"}
+            done = subprocess.run(
+                ["sh", "-c", commands[-1]], cwd="/", env=shell, text=True, capture_output=True, check=False
+            )
+            advised = done.stdout
+            assert done.returncode in (0, 1), done.stderr
+            return "Batch size 1:" in advised
+
+        eventually(has_advice, timeout=60)
+    assert "4.57 ms a token without it, configured" in " ".join(advised.split())
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_program_that_the_demo_names_is_called_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    python = tmp_path / "a b" / "python"
+    python.parent.mkdir()
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(sys, "argv", ["/checkout/eagle_exporter/__main__.py"])
+    if installed:
+        script = python.with_name("eagle-exporter")
+        script.touch(mode=0o755)
+        assert shlex.split(demo_command._program()) == [str(script)]
+    else:
+        assert shlex.split(demo_command._program()) == [f"PYTHONPATH={ROOT}", str(python), "-m", "eagle_exporter"]
+
+
+def test_the_demo_says_what_its_prometheus_is_or_why_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EAGLE_EXPORTER_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    parser = argparse.ArgumentParser()
+    demo_command.add_parser(parser.add_subparsers())
+
+    def said(running: bool, *options: str) -> str:
+        args = parser.parse_args(["demo", "--replay", *options])
+        demo_command._ReplayDemo(args, threading.Event(), demo_command._Display())._print_urls("first", running)
+        return capsys.readouterr().out
+
+    assert "Prometheus  http://localhost:9191   (started for this demo and ends with it; " in said(
+        True, "--prometheus-port", "9191"
+    )
+    assert demo_command.find_prometheus("auto") is None
+    assert "none started: no such program on PATH or in the cache" in said(False)
+    assert "none started: --prometheus none was given" in said(False, "--prometheus", "none")
+
+
+def test_the_pauses_of_the_recorded_host_are_found_and_said() -> None:
+    recording = recordings.load()
+    found = {pause.batch: pause for pause in recording.pauses()}
+    for batch in (1, 2, 4, 8, 16):
+        gaps = [gap for gap in columns(batch)["gap"] if gap is not None]
+        longest = max(gaps)
+        assert (batch in found) == (longest > 1_000_000)
+        if batch in found:
+            pause = found[batch]
+            assert pause.seconds == pytest.approx((longest * 1e-9,))
+            assert pause.gaps == len(gaps)
+            assert pause.usual < 1e-4
+    assert set(found) == {2, 8}
+    text = " ".join(demo_command.what_is_played(recording, {}))
+    assert "69 ms in 1 of 110 gaps of the 2 requests; 64 ms in 1 of 94 gaps of the 8 requests" in text
+    groups = tuple(group for group in recording.groups if group.batch == 1)
+    assert "pause" not in " ".join(demo_command.what_is_played(replace(recording, groups=groups), {}))
+
+
+def test_a_baseline_of_the_user_takes_the_place_of_the_recorded_one() -> None:
+    text = " ".join(demo_command.what_is_played(recordings.load(), {"1": 0.005}))
+    assert "EAGLE_EXPORTER_BASELINE_DECODE_SECONDS" in text
+    assert "218.6" not in text
+
+
+@pytest.mark.parametrize(
+    ("baseline", "message"),
+    [
+        ([], "an object with decode_seconds expected"),
+        ({"decode_seconds": {"1": 0.1}}, "does not say how it was measured"),
+        ({"decode_seconds": {"7": 0.1}, "source": "x"}, "'7' is none of 1, 2, 3-4"),
+        ({"decode_seconds": {"1": 0}, "source": "x"}, "0 is no positive number"),
+        ({"decode_seconds": {"1": True}, "source": "x"}, "True is no positive number"),
+    ],
+)
+def test_a_recorded_baseline_is_checked(baseline: Any, message: str) -> None:
+    with pytest.raises(RecordingError, match=re.escape(message)):
+        recordings.parse({**CONTENT, "baseline": baseline})
+    without = {name: value for name, value in CONTENT.items() if name != "baseline"}
+    assert recordings.parse(without).baseline == {}
 
 
 @pytest.mark.parametrize(

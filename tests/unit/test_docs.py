@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from eagle_exporter import catalogue, settings
 from eagle_exporter.cli import COMMANDS
+from eagle_exporter.demo.sglang_server import free_port
 from eagle_exporter.server import web_config
 from tests.certificates import Authority
 from tests.deploy.commands import sglang_options
+from tests.prometheus.servers import Prometheus, running
 from tests.ranks import RankProcess
 from tests.service.exporter import Exporter
 from tests.sglang.measured import interpreter
@@ -164,15 +167,20 @@ def test_how_often_kernels_may_be_captured_is_what_the_settings_accept() -> None
 
 def test_the_table_of_commands_is_complete() -> None:
     section = README.partition("## Commands")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `eagle-exporter (\w+)`(?:, `(\w+)`)? \|", section, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)`(?:, `(\w+)`)? \|", section, re.MULTILINE)
     assert {name for row in rows for name in row if name} == set(COMMANDS)
 
 
 def test_the_versions_of_the_compatibility_table_are_those_of_the_hook_points() -> None:
     from eagle_exporter.hooks import points
 
+    page = (ROOT / "docs" / "compatibility.md").read_text()
     for family in points.FAMILIES:
-        assert family.versions in README, f"{family.name}: {family.versions}"
+        assert f"| `{family.name}` | {family.versions}" in page, f"{family.name}: {family.versions}"
+
+
+def test_no_table_of_the_readme_is_too_wide_to_be_read_as_text() -> None:
+    assert [line for line in README.splitlines() if line.startswith("|") and len(line) > 105] == []
 
 
 def test_the_shares_of_the_example_add_up() -> None:
@@ -235,8 +243,8 @@ class Live:
         self._url = f"http://127.0.0.1:{exporter.port}"
         self._root = root
 
-    def run(self, words: list[str]) -> None:
-        """Run a command; an assertion fails where it does."""
+    def run(self, words: list[str], folder: Path | None = None) -> None:
+        """Run a command, in the reader's folder or in one below it; an assertion fails where it does."""
         words = [word.replace("http://localhost:10077", self._url) for word in words]
         if words == ["eagle-exporter", "top"]:
             words.append("--once")
@@ -247,7 +255,7 @@ class Live:
             program,
             capture_output=True,
             text=True,
-            cwd=self.folder,
+            cwd=folder or self.folder,
             timeout=60,
             env={
                 **os.environ,
@@ -283,7 +291,13 @@ def test_every_command_can_be_given(block: Block, live: Live) -> None:
             case ["curl", "-s", _]:
                 live.run([str(find_tool("curl")), "-sf", *words[2:]])
             case ["promtool", "check", *rest]:
-                live.run([str(find_tool("promtool")), "check", *rest])
+                live.run([str(find_tool("promtool")), "check", *rest], folder)
+            case ["sed", "-i", _, file]:
+                before = (folder / file).read_text()
+                live.run(words, folder)
+                assert (folder / file).read_text() != before
+            case ["prometheus", "--config.file", file]:
+                prometheus_scrapes_this_machine_only(folder, file)
             case ["cd", path]:
                 folder = folder / path
                 assert folder.is_dir()
@@ -325,9 +339,27 @@ def test_every_command_can_be_given(block: Block, live: Live) -> None:
                 raise AssertionError(f"say how to check: {shlex.join(words)}")
 
 
+def prometheus_scrapes_this_machine_only(folder: Path, file: str) -> None:
+    """Run the real Prometheus on a configuration of the reader's folder: it starts, with our rules."""
+    url = f"http://127.0.0.1:{free_port()}"
+    command: list[str | Path] = [find_tool("prometheus"), "--config.file", file]
+    command += [f"--web.listen-address={url.removeprefix('http://')}", "--storage.tsdb.path=data"]
+    with running(command, folder / "prometheus.log", url, cwd=folder):
+        server = Prometheus(url)
+        configuration = yaml.safe_load(server.get("status/config")["yaml"])
+        rules = {rule["name"] for group in server.get("rules")["groups"] for rule in group["rules"]}
+    targets = {
+        job["job_name"]: [target for each in job["static_configs"] for target in each["targets"]]
+        for job in configuration["scrape_configs"]
+    }
+    assert targets == {"eagle-exporter": ["localhost:10077"], "sglang": ["localhost:30000"]}
+    assert {"EagleVerifySlow", "server:eagle_verify_share:ratio_rate5m"} <= rules, rules
+
+
 def test_commands_in_sentences_exist() -> None:
     for path in PAGES:
-        for text in re.findall(r"`eagle-exporter ([^`]+)`", path.read_text()):
+        sentences = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+        for text in re.findall(r"`(?:\S*=)?(?:\S*/)?(?:eagle-exporter|python3 -m eagle_exporter) ([^`]+)`", sentences):
             words = shlex.split(text.replace("DIR", "/tmp").replace("[", "").replace("]", ""))
             assert words[0] in COMMANDS, text
             if words[0] != "assets" or "--out" in words:

@@ -162,10 +162,14 @@ def test_without_the_functions_of_the_start_nothing_can_start(fake: FakeSGLang, 
     assert target in text_of(report, "plugin")
 
 
-def test_sglang_is_missing(root: Path) -> None:
+def test_without_sglang_and_a_server_there_is_nothing_to_judge(root: Path) -> None:
+    """As in a sidecar whose server has not started; also as with the wrong Python, so the right one is named."""
     report = examine(root)
-    assert report.status == "broken"
-    assert "not installed" in text_of(report, "sglang")
+    assert report.status == "ok"
+    assert "not in this environment" in text_of(report, "sglang")
+    assert "run doctor with the Python that runs SGLang" in text_of(report, "sglang")
+    assert "eagle-exporter serve starts one" in text_of(report, "exporter")
+    assert doctor.render(report).splitlines()[-1].startswith("nothing to judge")
 
 
 def test_beside_a_running_rank_sglang_need_not_be_here(root: Path) -> None:
@@ -300,7 +304,49 @@ def test_ranks_that_ended_are_counted_and_nothing_bad(fake: FakeSGLang, root: Pa
     report = examine(root)
     assert report.status == "ok"
     assert [rank.alive for rank in report.ranks] == [False, False]
-    assert "no ranks running, files of 2 that ended" in text_of(report, "registry")
+    assert "no ranks running, files of 2 that ended (node-a:30000)" in text_of(report, "registry")
+
+
+def test_a_server_that_was_switched_off_is_one_line_and_not_broken(fake: FakeSGLang, root: Path) -> None:
+    fake.write()
+    with RankProcess(root) as process:
+        process.set("eagle_timing_enabled", 0, "on")
+        process.set("eagle_timing_enabled", 1, "off")
+        for hook in catalogue.HOOKS:
+            process.set("eagle_hook_up", 0, hook)
+        report = examine(root)
+    assert report.status == "degraded"
+    (finding,) = [each for each in report.findings if each.check == "rank"]
+    assert "timing is off, nothing is timed or counted" in finding.text
+    assert finding.remedy == "eagle-exporter on --server node-a:30000 switches it on"
+
+
+def test_a_hook_that_could_not_be_attached_is_named_also_when_switched_off(fake: FakeSGLang, root: Path) -> None:
+    fake.write()
+    with RankProcess(root, {"hooks_down": ("sample",)}) as process:
+        process.set("eagle_timing_enabled", 0, "on")
+        process.set("eagle_timing_enabled", 1, "off")
+        for hook in catalogue.HOOKS:
+            process.set("eagle_hook_up", 0, hook)
+        report = examine(root)
+    assert report.status == "degraded"
+    assert "hooks down: sample (no function of sample);" in text_of(report, "rank")
+    assert "timing is off" in text_of(report, "rank")
+
+
+def test_a_server_that_stopped_itself_after_errors_is_broken_without_a_list_of_hooks(
+    fake: FakeSGLang, root: Path
+) -> None:
+    fake.write()
+    with RankProcess(root) as process:
+        process.set("eagle_timing_enabled", 0, "on")
+        process.set("eagle_timing_enabled", 1, "fuse_errors")
+        for hook in catalogue.HOOKS:
+            process.set("eagle_hook_up", 0, hook)
+        report = examine(root)
+    assert report.status == "broken"
+    assert "timing is fuse_errors, nothing is timed or counted" in text_of(report, "rank")
+    assert "hooks down" not in text_of(report, "rank")
 
 
 def test_what_the_hooks_of_a_running_rank_say(fake: FakeSGLang, root: Path) -> None:
@@ -333,7 +379,7 @@ def test_a_timing_that_is_off_is_told(fake: FakeSGLang, root: Path, state: str, 
         process.set("eagle_timing_enabled", 1, state)
         report = examine(root)
     assert report.status == "degraded"
-    assert f"timing is {state} " in text_of(report, "rank")
+    assert f"timing is {state}" in text_of(report, "rank")
     assert remedy in text_of(report, "rank")
 
 

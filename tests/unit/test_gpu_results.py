@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from eagle_exporter.timing import budget
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS: dict[str, Any] = json.loads((ROOT / "tests" / "gpu" / "results.json").read_text())
 README = (ROOT / "README.md").read_text()
+SENTENCES = " ".join(README.split())
 
 ROWS = [
     ("without against without (the noise)", "big", "cost_batch1", "raw#control"),
@@ -23,9 +26,6 @@ ROWS = [
     ("switched off (`eagle-exporter off`)", "big", "cost_other_modes", "off"),
     ("SGLang's own device timer instead", "big", "cost_other_modes", "device_timer"),
     ("`EAGLE_EXPORTER_CLOCK=sync`", "big", "cost_other_modes", "sync"),
-    ("overlap scheduler off, as shipped", "no_overlap", "cost_batch1", "auto"),
-    ("overlap scheduler off, every cycle timed", "no_overlap", "cost_batch1", "on"),
-    ("a small model (cycles of 2.6 ms), every cycle timed, batch 16", "small", "cost_batch16", "on"),
 ]
 
 
@@ -39,8 +39,60 @@ def test_each_ratio_in_the_readme_is_the_measured_one(what: str, part: str, tabl
 
 def test_the_host_time_in_the_readme_is_the_measured_one() -> None:
     modes = RESULTS["big"]["cost_batch1"]["modes"]
-    assert f"{modes['on']['hook_us_median']:.0f} µs per cycle in the hooks when every cycle is timed" in README
-    assert f"{modes['auto']['hook_us_median']:.0f} µs as shipped" in README
+    cycle = 1e6 * modes["on"]["means"]["cycle"]
+    every, shipped = modes["on"]["hook_us_median"], modes["auto"]["hook_us_median"]
+    assert (
+        f"Per cycle of {cycle / 1000:.1f} ms the scheduler's thread spends {every:.0f} µs in the hooks when every "
+        f"cycle is timed ({100 * every / cycle:.1f} %), and {shipped:.0f} µs as shipped "
+        f"({100 * shipped / cycle:.1f} %; medians)"
+    ) in SENTENCES
+
+
+def test_what_the_readme_says_of_budget_and_fuse_is_what_was_measured() -> None:
+    """ "As shipped" is timing within the budget and counting: what the budget leaves over is counting."""
+    modes = RESULTS["big"]["cost_batch1"]["modes"]
+    cycle = 1e6 * modes["on"]["means"]["cycle"]
+    every, shipped = modes["on"]["hook_us_median"], modes["auto"]["hook_us_median"]
+    counting = shipped - budget.TARGET_SHARE * cycle
+    assert f"Most of the {shipped:.0f} µs is counting" in SENTENCES
+    assert counting > shipped / 2
+    assert "timing every cycle takes about 2 %, so the fuse might stop it" in SENTENCES
+    assert (every - counting) / cycle == pytest.approx(budget.FUSE_SHARE, abs=0.005)
+    assert f"under {100 * budget.TARGET_SHARE:g} % of cycle time" in SENTENCES
+    assert f"above {100 * budget.FUSE_SHARE:.0f} % over a minute" in SENTENCES
+    assert budget.FUSE_SECONDS == 60.0
+
+
+def test_no_run_as_shipped_was_as_long_as_the_window_of_the_fuse() -> None:
+    """The README says: about two seconds."""
+    lasted = [
+        table["batch"] * table["tokens"] / speed
+        for table in (RESULTS["big"]["cost_batch1"], RESULTS["big"]["cost_batch16"], RESULTS["tree"]["cost_batch1"])
+        for speed in table["modes"]["auto"]["tok_s"]
+    ]
+    assert "are runs of about two seconds that begin with 64 timed cycles" in SENTENCES
+    assert budget._ADJUST_CYCLES == 64
+    assert 1.5 < min(lasted) < max(lasted) < 2.5
+
+
+def test_the_spread_without_the_overlap_scheduler_is_the_measured_one() -> None:
+    def ratios(part: str, table: str, *modes: str) -> list[float]:
+        runs = RESULTS[part][table]["modes"]
+        return [
+            with_hooks / without
+            for mode in modes
+            for with_hooks, without in zip(runs[mode]["tok_s"], runs["raw"]["tok_s"], strict=True)
+        ]
+
+    one, sixteen = (ratios("no_overlap", f"cost_batch{batch}", "on", "auto") for batch in (1, 16))
+    small = ratios("small", "cost_batch16", "on")
+    assert (len(one), len(sixteen)) == (10, 6)
+    assert f"ten pairs at batch 1 spread from {min(one):.2f} to {max(one):.2f}" in SENTENCES
+    slower = [100 * (1 - ratio) for ratio in sixteen]
+    assert f"all six pairs were slower, by {int(min(slower))} to {round(max(slower))} %" in SENTENCES
+    assert min(slower) > 0
+    assert f"spread from {min(small):.2f} to {max(small):.2f}" in SENTENCES
+    assert f"cycles of {1000 * RESULTS['small']['cost_batch16']['modes']['on']['means']['cycle']:.1f} ms" in SENTENCES
 
 
 @pytest.mark.parametrize("part", sorted(RESULTS))

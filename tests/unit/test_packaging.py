@@ -210,7 +210,7 @@ def test_top(empty: Empty, root: Path) -> None:
 
 def test_doctor(empty: Empty, root: Path, tmp_path: Path) -> None:
     done = empty.run("doctor", "--json", "--dir", tmp_path / "none", "--url", "http://127.0.0.1:9")
-    assert done.returncode == 2
+    assert done.returncode == 0, "a sidecar before its server: nothing is wrong"
     assert json.loads(done.stdout)["versions"]["torch"] == ""
 
 

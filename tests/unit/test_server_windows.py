@@ -210,6 +210,23 @@ def test_a_missing_phase_makes_the_cycle_unknown_instead_of_short(tmp_path: Path
         assert window.accept_length == pytest.approx(2)
 
 
+def test_hooks_of_a_server_that_was_switched_off_are_not_taken_for_missing(tmp_path: Path) -> None:
+    with RankProcess(tmp_path, {"hooks_down": ["kv_compact"]}) as process:
+        process.set("eagle_timing_enabled", 0, "on")
+        process.set("eagle_timing_enabled", 1, "off")
+        for hook in catalogue.HOOKS:
+            process.set("eagle_hook_up", 0, hook)
+        rank = Watch(tmp_path).after(1).servers[0].ranks[0]
+    assert (rank.timing_state, rank.hooks_down) == ("off", ["kv_compact"])
+
+
+def test_servers_that_run_come_before_those_that_have_ended(tmp_path: Path) -> None:
+    write_ended(tmp_path, {"server": "a"}, {"server": "c"})
+    with RankProcess(tmp_path, {"server": "b"}, {"server": "d"}):
+        found = Watch(tmp_path).after(1)
+    assert [server.server for server in found.servers] == ["b", "d", "a", "c"]
+
+
 def test_a_phase_that_one_of_two_replicas_lacks_is_unknown_for_both_together(tmp_path: Path) -> None:
     with RankProcess(tmp_path, {"tp_rank": 0}, {"tp_rank": 1, "hooks_down": ["draft_extend"]}) as process:
         watch = Watch(tmp_path)

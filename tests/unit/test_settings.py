@@ -40,9 +40,11 @@ BAD = [
     ("SAMPLE_EVERY", "-3"),
     ("SAMPLE_EVERY", "often"),
     ("SAMPLE_EVERY", "1.5"),
+    ("SAMPLE_EVERY", "²"),
     ("HISTOGRAMS", "none"),
     ("DRAFT_STEP_EVENTS", "on"),
     ("BUCKETS", "1,"),
+    ("BUCKETS", "few"),
     ("BUCKETS", "1,0.5"),
     ("BUCKETS", "1,1"),
     ("BUCKETS", "0,1"),
@@ -85,6 +87,9 @@ def test_a_wrong_value_is_refused_by_the_exporter_with_name_and_value(name: str,
     with pytest.raises(SettingError) as error:
         settings.read({PREFIX + name: text}, strict=True)
     assert str(error.value).startswith(f"{PREFIX}{name}={text!r}: ")
+    # What is allowed, in words: not what Python says of it.
+    assert "literal" not in str(error.value)
+    assert "convert" not in str(error.value)
 
 
 @pytest.mark.parametrize(("name", "text"), BAD)

@@ -1,4 +1,4 @@
-"""The README says what the wheels say, and what is really run."""
+"""README and docs/compatibility.md say what the wheels say, and what is really run."""
 
 from __future__ import annotations
 
@@ -15,23 +15,33 @@ from tests.tools import ROOT
 from tests.versions import matrix, table, wheels
 
 
-def test_the_readme_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_pages_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     assert table.main(["--check"]) == 0, capsys.readouterr().err
 
 
 @pytest.fixture
-def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A README that may be changed."""
-    path = tmp_path / "README.md"
-    path.write_text(table.README.read_text())
-    monkeypatch.setattr(table, "README", path)
-    return path
+def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Pages that may be changed."""
+    for name, page in (("README", table.README), ("PAGE", table.PAGE)):
+        copy = tmp_path / page.name
+        copy.write_text(page.read_text())
+        monkeypatch.setattr(table, name, copy)
+    return {path.name: path for path in (table.README, table.PAGE)}
 
 
 @pytest.mark.parametrize(
-    ("pattern", "other"), [(r"(\d+) of \1", "1 of 99"), ("tree with overlap", "tree"), ("`v1`", "`v9`")]
+    ("page", "pattern", "other"),
+    [
+        ("README.md", r"\| CPU \|", "| not run |"),
+        ("README.md", r"one NVIDIA H200", "one NVIDIA B200"),
+        ("README.md", r"\*\*Not run\*\*: 0", "**Not run**: 1"),
+        ("compatibility.md", r"\| all \d+ \|", "| 1 of 99 |"),
+        ("compatibility.md", "tree with overlap", "tree"),
+        ("compatibility.md", r"\| `v1` \|", "| `v9` |"),
+    ],
 )
-def test_one_that_is_not_is_told_and_mended(copy: Path, pattern: str, other: str) -> None:
+def test_a_page_that_is_not_is_told_and_mended(copies: dict[str, Path], page: str, pattern: str, other: str) -> None:
+    copy = copies[page]
     right = copy.read_text()
     wrong = re.sub(pattern, other, right, count=1)
     assert wrong != right
@@ -42,10 +52,31 @@ def test_one_that_is_not_is_told_and_mended(copy: Path, pattern: str, other: str
     assert copy.read_text() == right
 
 
-def test_one_without_a_place_for_the_tables_is_refused(copy: Path) -> None:
-    copy.write_text(copy.read_text().replace(table.BEGIN, ""))
+@pytest.mark.parametrize(("page", "name"), [("README.md", "known"), ("compatibility.md", "families")])
+def test_one_without_a_place_for_the_tables_is_refused(copies: dict[str, Path], page: str, name: str) -> None:
+    copy = copies[page]
+    copy.write_text(copy.read_text().replace(table.BEGIN.format(name), ""))
     with pytest.raises(ValueError, match="0 times"):
         table.main([])
+
+
+def test_the_short_table_has_every_version_once_and_calls_only_those_run_that_are() -> None:
+    rows = [line.strip("|").split("|") for line in table.short_table().splitlines()[2:]]
+    names = [version.name for version in matrix.everything()]
+    told: dict[str, str] = {}
+    for cells in rows:
+        for part in cells[0].strip().split(", "):
+            first, _, last = part.partition(" to ")
+            for name in names[names.index(first) : names.index(last or first) + 1]:
+                assert name not in told
+                told[name] = cells[3].strip()
+    assert set(told) == set(names)
+    on_cpu = {run.version for run in runs.RUNS}
+    assert {name for name, where in told.items() if "CPU" in where} == on_cpu
+    for run in runs.ON_A_GPU:
+        assert run.gpu in told[run.version]
+    on_gpu = {run.version for run in runs.ON_A_GPU}
+    assert {name for name, where in told.items() if where == "not run"} == set(names) - on_cpu - on_gpu
 
 
 def test_a_point_that_does_not_resolve_is_in_the_table_by_its_family_and_hook() -> None:
@@ -53,7 +84,7 @@ def test_a_point_that_does_not_resolve_is_in_the_table_by_its_family_and_hook() 
     (key, gone), *_ = ((key, place) for key, place in newest.places.items() if place.point.hook == "draft_extend")
     places = {**newest.places, key: replace(gone, problem="gone", defined="")}
     every = len({(newest.families[worker], place.point.target) for (worker, _), place in places.items()})
-    assert table._resolved(newest) == f"{every} of {every}"
+    assert table._resolved(newest) == f"all {every}"
     assert table._resolved(replace(newest, places=places)).startswith(f"{every - 1} of {every}: `")
     assert table._resolved(replace(newest, places=places)).endswith("lacks draft_extend")
 
