@@ -57,6 +57,8 @@ ANALYSIS_SECONDS = 330.0
 SCHEDULED_CYCLES, SCHEDULED_SECONDS = 10, 60.0
 MARKS = 256
 
+_ENDS = {"failed": "failed", "busy": "gave way", "refused": "was refused", "withdrawn": "was withdrawn"}
+
 SHADOWED = ("begin_cycle", "end_cycle", "_abandon", "note_kv_allocation", "note_replay")
 """Methods of the session that a capture stands in for."""
 
@@ -204,7 +206,7 @@ class Captures:
     def answer(self, request: Request, outcome: str, reason: str) -> None:
         """Count a capture that has no result, and say why in its result file."""
         self._count(outcome)
-        self.log(f"a kernel capture is {outcome}: {reason}")
+        self.log(f"a kernel capture {_ENDS[outcome]}: {reason}")
         value = {
             "format": 1,
             "id": request.id,
