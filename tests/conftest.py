@@ -25,6 +25,7 @@ hypothesis.settings.register_profile("any-machine", deadline=None)
 hypothesis.settings.load_profile("any-machine")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Spread the tests over the two workers of ``make test``.
 

@@ -8,6 +8,7 @@ import pytest
 
 from eagle_exporter import catalogue
 from eagle_exporter.demo import answers
+from tests.service.exporter import wait_for
 from tests.sglang.measured import ROOT, TOGETHER, Configuration, expect, one_rank, send_together, settled, start
 
 TOKENS = [answers.expected_tokens(prompt, count) for prompt, count in TOGETHER]
@@ -26,13 +27,15 @@ def test_a_function_that_is_gone_costs_only_what_needs_it(models: Path, sglang_p
         plugin_path=[ROOT / "tests" / "sglang" / "fault_plugin"],
     ) as server:
         assert [reply["output_ids"] for reply in send_together(server)] == TOKENS
-        rank = one_rank(tmp_path / "registry")
+        # Nobody tells when the scheduler is idle, and still every count is out when the answers are, or a moment later.
+        registry = tmp_path / "registry"
+        wait_for(lambda: one_rank(registry).value("eagle_drafts_total") == expected.drafts, 30, "every draft counted")
+        rank = one_rank(registry)
         log = server.log()
     up = {hook: rank.value("eagle_hook_up", hook) for hook in catalogue.HOOKS}
     assert {hook for hook, value in up.items() if value == 0.0} == {"kv_prepare", "scheduler"}
     for hook in ("kv_prepare", "scheduler"):
         assert log.count(f"hook {hook!r} is down") == 1
-    # Nobody tells when the scheduler is idle, and still every count is out when the answers are.
     assert rank.value("eagle_drafts_total") == expected.drafts
     assert rank.value("eagle_accepted_tokens_total") == expected.accepted
     assert rank.value("eagle_output_tokens_total") == expected.output
