@@ -45,7 +45,7 @@ lint: python
 	$(DEV)/mypy
 
 test: environment-test lint
-	$(DEV)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+	$(DEV)/pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 soak: environment-test lint
 	@$(ENVIRONMENT) --require victoria-metrics $(addprefix sglang==,$(SGLANG_SOAKED))

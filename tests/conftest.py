@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.sglang.measured import interpreter
 from tests.tools import ROOT
@@ -25,18 +27,31 @@ hypothesis.settings.register_profile("any-machine", deadline=None)
 hypothesis.settings.load_profile("any-machine")
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in its own
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread the tests over the two workers of ``make test``.
+class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives each of the two workers of ``make test`` a group at a time: tests that share servers stay together.
 
-    What shares a server stays together: a folder is one group, in `tests/unit` a file. The longest group, the real
-    SGLang, comes first; one worker is busy with it while the other does the rest.
+    Not with ``--dist loadgroup``: pytest-xdist 3.8 writes the group into an attribute that pytest 9.2 no longer reads.
     """
-    here = Path(__file__).parent
-    for item in items:
-        folder, *rest = item.path.relative_to(here).parts
-        item.add_marker(pytest.mark.xdist_group(f"{folder}/{rest[0]}" if folder == "unit" else folder))
-    items.sort(key=lambda item: item.path.relative_to(here).parts[0] != "sglang")
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+def group_of(nodeid: str) -> str:
+    """Return the group of a test: its folder, in `tests/unit` its file."""
+    _, folder, *rest = nodeid.partition("::")[0].split("/")
+    return f"{folder}/{rest[0]}" if folder == "unit" else folder
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    """Schedule by groups."""
+    return GroupScheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest group first, the real SGLang: one worker is busy with it while the other does the rest."""
+    items.sort(key=lambda item: group_of(item.nodeid) != "sglang")
 
 
 @pytest.fixture(scope="session")
