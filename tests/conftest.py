@@ -37,10 +37,20 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
         return group_of(nodeid)
 
 
+_ALONE = ("test_servers.py", "test_stays_away.py", "test_versions.py")
+"""Files of `tests/sglang` that share nothing with the others, for whichever worker is free first."""
+
+
 def group_of(nodeid: str) -> str:
     """Return the group of a test: its folder, in `tests/unit` its file."""
     _, folder, *rest = nodeid.partition("::")[0].split("/")
-    return f"{folder}/{rest[0]}" if folder == "unit" else folder
+    return f"{folder}/{rest[0]}" if folder == "unit" or (folder == "sglang" and rest[0] in _ALONE) else folder
+
+
+def turn_of(nodeid: str) -> int:
+    """Return when a test's turn is: the longest group first, the other folders beside it, the small groups last."""
+    group = group_of(nodeid)
+    return 0 if group == "sglang" else 3 if group.startswith("unit/") else 2 if "/" in group else 1
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -50,8 +60,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupSchedul
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest group first, the real SGLang: one worker is busy with it while the other does the rest."""
-    items.sort(key=lambda item: group_of(item.nodeid) != "sglang")
+    """Order the groups."""
+    items.sort(key=lambda item: turn_of(item.nodeid))
 
 
 @pytest.fixture(scope="session")
