@@ -17,6 +17,9 @@ from typing import TypeVar
 from eagle_exporter import catalogue
 
 PREFIX = "EAGLE_EXPORTER_"
+
+ATTACH = PREFIX + "ATTACH"
+"""Environment variable by which the launch tells scheduler processes to attach; set by us, not by people."""
 DEFAULT_DIRECTORY = Path("/dev/shm/eagle-exporter")  # noqa: S108 - the registry is shared memory by design
 DEFAULT_PORT = 10077
 DEFAULT_LISTEN = f"0.0.0.0:{DEFAULT_PORT}"
@@ -117,6 +120,15 @@ def read(environment: Mapping[str, str] | None = None, *, strict: bool = False) 
         log_level=get("LOG_LEVEL", _choice("debug", "info", "warning", "warn", "error"), "info"),
         problems=tuple(problems),
     )
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment for a process of our own that one of SGLang's starts.
+
+    Without the word to schedulers, and without SGLang's multiprocess directory, which prometheus_client would share.
+    """
+    hidden = (ATTACH, "PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
+    return {name: value for name, value in os.environ.items() if name not in hidden}
 
 
 def parse_buckets(text: str) -> tuple[float, ...]:

@@ -204,6 +204,13 @@ class RankProcess:
         """Call `Rank.set` and commit."""
         self._command({"do": "set", "rank": rank, "name": name, "value": value, "labels": labels})
 
+    def stop_timing(self, state: str) -> None:
+        """Show on all ranks what hooks show that stopped measuring, whether they could be attached or not."""
+        self.set("eagle_timing_enabled", 0, "on")
+        self.set("eagle_timing_enabled", 1, state)
+        for hook in catalogue.HOOKS:
+            self.set("eagle_hook_up", 0, hook)
+
     def run(self, *, per_second: float = 30.0, **arguments: Any) -> None:
         """Let the child write cycles on all ranks by itself until it is killed or told something else."""
         self._command({"do": "run", "rank": None, "per_second": per_second, **arguments})

@@ -25,10 +25,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_exporter import control
+from eagle_exporter import control, settings
 from eagle_exporter.kernels import files
 from eagle_exporter.kernels.files import Request
-from eagle_exporter.settings import PREFIX
 from eagle_exporter.timing import cycle as kinds
 from eagle_exporter.timing.clocks import Slot
 
@@ -61,14 +60,6 @@ _ENDS = {"failed": "failed", "busy": "gave way", "refused": "was refused", "with
 
 SHADOWED = ("begin_cycle", "end_cycle", "_abandon", "note_kv_allocation", "note_replay")
 """Methods of the session that a capture stands in for."""
-
-CLASS_FILE = PREFIX + "KERNEL_CLASSES"
-_NOT_FOR_THE_READER = (
-    "EAGLE_EXPORTER_ATTACH",
-    "PROMETHEUS_MULTIPROC_DIR",
-    "prometheus_multiproc_dir",
-    CLASS_FILE,  # what was made of it counts
-)
 
 
 class Captures:
@@ -172,9 +163,10 @@ class Captures:
 
     def read(self, request: Request) -> None:
         """Start the process that reads the raw files of a capture."""
-        environment = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_THE_READER}
+        environment = settings.child_environment()
+        environment.pop(files.CLASS_FILE, None)  # what was made of it counts
         if self._classes is not None:
-            environment[CLASS_FILE] = str(self._classes)
+            environment[files.CLASS_FILE] = str(self._classes)
         command = [sys.executable, "-m", "eagle_exporter.kernels", str(self.server), request.rank, request.id]
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment, start_new_session=True

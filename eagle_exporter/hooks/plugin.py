@@ -30,16 +30,13 @@ from eagle_exporter.hooks.draft_graph import DraftGraphEvents
 from eagle_exporter.hooks.session import Session
 from eagle_exporter.registry.layout import Layout, RankPlan, directory_name, file_name
 from eagle_exporter.registry.writer import RankWriter, RegistryError, clear_stale_files, server_directory
-from eagle_exporter.settings import Settings
+from eagle_exporter.settings import ATTACH, Settings
 from eagle_exporter.timing.budget import Budget
 from eagle_exporter.timing.clocks import Clock, CudaEventClock, HostClock, SyncClock
 from eagle_exporter.timing.cycle import CycleTimer
 from eagle_exporter.timing.recorder import RankRecorder
 
 logger = logging.getLogger("eagle_exporter")
-
-ATTACH = "EAGLE_EXPORTER_ATTACH"
-"""Environment variable by which the launch tells scheduler processes to attach; set by us, not by people."""
 
 _registered = False
 
@@ -182,10 +179,6 @@ def _start_exporter(configured: Settings) -> None:
     """Start the exporter as a process of its own, so that a scrape never takes the GIL of a scheduler."""
     # The exporter sees EOF on this pipe when the last holder of the other end, this process, is gone.
     read_end, write_end = os.pipe()
-    # prometheus_client would share SGLang's own multiprocess directory, and the CPU stand-ins or graph settings of the
-    # server are not for us.
-    hidden = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir", ATTACH)
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
     command = [
         sys.executable,
         "-m",
@@ -201,7 +194,11 @@ def _start_exporter(configured: Settings) -> None:
     ]
     try:
         subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=(read_end,), env=environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(read_end,),
+            env=settings.child_environment(),
+            start_new_session=True,
         )
     except OSError as error:
         logger.error("eagle-exporter: the exporter did not start: %s", error)

@@ -24,7 +24,6 @@ from eagle_exporter.kernels.trace import Cycle, TraceError, analyse, annotated, 
 SECONDS = 300
 """After which the system ends this process."""
 MEMORY_BYTES = 4 * 1024**3
-CLASS_FILE = "EAGLE_EXPORTER_KERNEL_CLASSES"
 
 
 def main(arguments: list[str]) -> int:
@@ -68,7 +67,7 @@ def completed(server: Path, raw: Path, facts: dict[str, Any]) -> dict[str, Any]:
         OSError: A file cannot be read.
         ValueError: A file is not what it should be.
     """
-    path = os.environ.get(CLASS_FILE, "").strip()
+    path = os.environ.get(files.CLASS_FILE, "").strip()
     classifier = Classifier(classes.read(Path(path)) if path else ())
     cycles = [Cycle(tuple(one["marks"]), tuple(one["phases"])) for one in facts["cycles"]]
     trace = json.loads(files.read_bytes(raw / files.RAW_TRACE, files.MAX_RAW_BYTES))
@@ -115,7 +114,7 @@ def describe(error: Exception) -> str:
     """Return an error as a sentence."""
     if isinstance(error, (TraceError, ClassFileError)):
         # The file is the operator's own.
-        return f"{CLASS_FILE}: {error}" if isinstance(error, ClassFileError) else str(error)
+        return f"{files.CLASS_FILE}: {error}" if isinstance(error, ClassFileError) else str(error)
     if isinstance(error, MemoryError):
         return f"the trace does not fit into {MEMORY_BYTES} bytes of memory"
     return f"{type(error).__name__}: {error}"

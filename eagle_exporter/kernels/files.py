@@ -25,6 +25,9 @@ from typing import Any
 
 from eagle_exporter.registry.layout import CAPTURES_DIRECTORY
 
+CLASS_FILE = "EAGLE_EXPORTER_KERNEL_CLASSES"
+"""Environment variable that names a file with more patterns, see `eagle_exporter.kernels.classes`."""
+
 STOPPED = "stopped"
 RAW_TRACE = "trace.json"
 RAW_CYCLES = "cycles.json"

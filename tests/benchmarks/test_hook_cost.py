@@ -8,17 +8,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def printed(*command: str) -> str:
+    """Return what an interpreter prints that runs in the project's root; it has to end well."""
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_the_benchmark_prints_both_sides_and_their_ratio_for_every_batch_size() -> None:
     """That it runs and measures the same; how fast a busy test machine is says nothing."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.hook_cost", "--cycles", "20"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+) +([\d.]+)$", done.stdout, re.MULTILINE)
+    text = printed("-m", "tests.benchmarks.hook_cost", "--cycles", "20")
+    rows = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+) +([\d.]+)$", text, re.MULTILINE)
     assert [int(row[0]) for row in rows] == [1, 8, 64]
     for _, ours, theirs, ratio in rows:
         assert float(ours) > 0
@@ -51,37 +51,19 @@ touched -= {name for name in touched if name.startswith("eagle_verify_overhead")
 print(sorted(touched))
 print(sorted(theirs._families))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    ours, theirs = done.stdout.splitlines()
+    ours, theirs = printed("-c", code, str(tmp_path)).splitlines()
     assert ours == theirs
 
 
 def test_the_cost_while_switched_off_is_measured_and_printed() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.switched_off", "--calls", "50"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = dict(re.findall(r"^ +(\w[\w ]*\w) +(-?\d+)$", done.stdout, re.MULTILINE))
+    text = printed("-m", "tests.benchmarks.switched_off", "--calls", "50")
+    rows = dict(re.findall(r"^ +(\w[\w ]*\w) +(-?\d+)$", text, re.MULTILINE))
     assert len(rows) == 9
     assert int(rows["all together"]) > 0
 
 
 def test_what_all_wrappers_add_to_a_cycle_is_measured_and_printed() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.wrapper_path", "--cycles", "20"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(r"^ +(\d+) +(-?[\d.]+) +(-?[\d.]+) +(-?[\d.]+)$", done.stdout, re.MULTILINE)
+    text = printed("-m", "tests.benchmarks.wrapper_path", "--cycles", "20")
+    rows = re.findall(r"^ +(\d+) +(-?[\d.]+) +(-?[\d.]+) +(-?[\d.]+)$", text, re.MULTILINE)
     assert [int(row[0]) for row in rows] == [1, 16, 64]
     assert all(float(timed) > 0 for _, _, timed, _ in rows)

@@ -12,7 +12,7 @@ from typing import Any
 
 from eagle_exporter import catalogue
 from eagle_exporter.demo import answers
-from eagle_exporter.demo.sglang_server import SGLangServer
+from eagle_exporter.demo.sglang_server import SGLangServer, meta_accept_histogram
 from eagle_exporter.registry.layout import context_length_index
 from eagle_exporter.registry.reader import RankSnapshot, RegistryReader
 
@@ -193,6 +193,15 @@ def one_rank(root: Path) -> RankSnapshot:
     assert snapshot.skipped == {}
     (rank,) = snapshot.ranks
     return rank
+
+
+def accept_histogram(replies: Sequence[Mapping[str, Any]], length: int) -> list[int]:
+    """Return SGLang's own word: how many cycles accepted 0, 1, ... up to `length` - 1 draft tokens."""
+    histogram = [0] * length
+    for reply in replies:
+        for accepted, count in enumerate(meta_accept_histogram(reply["meta_info"])):
+            histogram[accepted] += count
+    return histogram
 
 
 def settled(root: Path) -> RankSnapshot:

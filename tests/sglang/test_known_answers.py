@@ -22,6 +22,7 @@ from tests.sglang.measured import (
     Difference,
     Expected,
     Request,
+    accept_histogram,
     expect,
     send_alone,
     send_together,
@@ -125,10 +126,7 @@ def test_offered_and_accepted_tokens_are_those_of_the_construction(run: Run) -> 
 
 
 def test_accepted_tokens_are_those_that_sglang_reports(run: Run) -> None:
-    histogram = [0] * len(run.expected.accept_lengths)
-    for answer in run.served:
-        for accepted, count in enumerate(answer["meta_info"].get("spec_accept_histogram") or []):
-            histogram[accepted] += count
+    histogram = accept_histogram(run.served, len(run.expected.accept_lengths))
     assert run.counted.buckets("eagle_accept_length_tokens") == [*histogram, 0]
     assert run.counted("eagle_accepted_tokens_total") == sum(
         accepted * count for accepted, count in enumerate(histogram)

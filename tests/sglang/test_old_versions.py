@@ -19,12 +19,21 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from eagle_exporter import catalogue
 from eagle_exporter.demo import answers
-from eagle_exporter.demo.sglang_server import free_port, meta_accept_histogram
+from eagle_exporter.demo.sglang_server import free_port
 from eagle_exporter.hooks import points
 from eagle_exporter.registry.reader import RankSnapshot, RegistryReader
 from tests.service.exporter import wait_for
 from tests.sglang import legacy
-from tests.sglang.measured import TOGETHER, Expected, Request, expect, numbers, prompt, send_together
+from tests.sglang.measured import (
+    TOGETHER,
+    Expected,
+    Request,
+    accept_histogram,
+    expect,
+    numbers,
+    prompt,
+    send_together,
+)
 from tests.sglang.runs import MORE_OLD_VERSIONS, OLD_VERSIONS, Run
 from tests.tools import soak
 
@@ -230,11 +239,8 @@ def test_every_accept_length_is_that_of_the_construction_and_of_sglang(measured:
     assert buckets == [*sent.expected.accept_lengths, 0]
     # 0.5.6 has no histogram of its own.
     if measured.run.version != "0.5.6":
-        histogram = [0] * len(sent.expected.accept_lengths)
-        for reply in sent.replies:
-            for accepted, count in enumerate(meta_accept_histogram(reply["meta_info"])):
-                histogram[accepted] += count
-        assert histogram == sent.expected.accept_lengths
+        lengths = sent.expected.accept_lengths
+        assert accept_histogram(sent.replies, len(lengths)) == lengths
 
 
 def test_every_position_is_that_of_the_construction(sent: Sent) -> None:

@@ -14,10 +14,10 @@ import pytest
 
 from eagle_exporter import catalogue
 from eagle_exporter.demo import answers
-from eagle_exporter.demo.sglang_server import LAUNCH, meta_accept_histogram
+from eagle_exporter.demo.sglang_server import LAUNCH
 from eagle_exporter.registry.reader import RankSnapshot, RegistryReader
 from tests.service.exporter import wait_for
-from tests.sglang.measured import TOGETHER, expect, interpreter, send_together, start
+from tests.sglang.measured import TOGETHER, accept_histogram, expect, interpreter, send_together, start
 from tests.sglang.runs import OTHER_VERSIONS, Run
 
 
@@ -56,11 +56,7 @@ def test_every_hook_attaches_and_every_count_is_the_known_answer(run: Run, model
         answers.expected_tokens(prompt, count) for prompt, count in TOGETHER
     ]
     assert sum(reply["meta_info"].get("spec_verify_ct", 0) for reply in replies) == expected.drafts
-    histogram = [0] * (configuration.num_steps + 1)
-    for reply in replies:
-        for accepted, count in enumerate(meta_accept_histogram(reply["meta_info"])):
-            histogram[accepted] += count
-    assert histogram == expected.accept_lengths
+    assert accept_histogram(replies, configuration.num_steps + 1) == expected.accept_lengths
 
     assert total(ranks, "eagle_drafts_total") == expected.drafts
     assert total(ranks, "eagle_draft_tokens_total") == expected.draft_tokens

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from eagle_exporter import catalogue
 from eagle_exporter.catalogue import COMMON_LABELS
 from eagle_exporter.cli import captures
 from eagle_exporter.cli.top import render
@@ -145,10 +144,7 @@ def test_it_says_plainly_what_is_wrong(tmp_path: Path) -> None:
 
 def test_a_server_that_was_switched_off_is_called_that(tmp_path: Path) -> None:
     with RankProcess(tmp_path) as process:
-        process.set("eagle_timing_enabled", 0, "on")
-        process.set("eagle_timing_enabled", 1, "off")
-        for hook in catalogue.HOOKS:
-            process.set("eagle_hook_up", 0, hook)
+        process.stop_timing("off")
         text = "\n".join(shown(document_of(tmp_path), 80))
     assert "measuring is stopped" in text
     assert "Switched off on tp0" in text

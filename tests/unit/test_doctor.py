@@ -310,10 +310,7 @@ def test_ranks_that_ended_are_counted_and_nothing_bad(fake: FakeSGLang, root: Pa
 def test_a_server_that_was_switched_off_is_one_line_and_not_broken(fake: FakeSGLang, root: Path) -> None:
     fake.write()
     with RankProcess(root) as process:
-        process.set("eagle_timing_enabled", 0, "on")
-        process.set("eagle_timing_enabled", 1, "off")
-        for hook in catalogue.HOOKS:
-            process.set("eagle_hook_up", 0, hook)
+        process.stop_timing("off")
         report = examine(root)
     assert report.status == "degraded"
     (finding,) = [each for each in report.findings if each.check == "rank"]
@@ -324,10 +321,7 @@ def test_a_server_that_was_switched_off_is_one_line_and_not_broken(fake: FakeSGL
 def test_a_hook_that_could_not_be_attached_is_named_also_when_switched_off(fake: FakeSGLang, root: Path) -> None:
     fake.write()
     with RankProcess(root, {"hooks_down": ("sample",)}) as process:
-        process.set("eagle_timing_enabled", 0, "on")
-        process.set("eagle_timing_enabled", 1, "off")
-        for hook in catalogue.HOOKS:
-            process.set("eagle_hook_up", 0, hook)
+        process.stop_timing("off")
         report = examine(root)
     assert report.status == "degraded"
     assert "hooks down: sample (no function of sample);" in text_of(report, "rank")
@@ -339,10 +333,7 @@ def test_a_server_that_stopped_itself_after_errors_is_broken_without_a_list_of_h
 ) -> None:
     fake.write()
     with RankProcess(root) as process:
-        process.set("eagle_timing_enabled", 0, "on")
-        process.set("eagle_timing_enabled", 1, "fuse_errors")
-        for hook in catalogue.HOOKS:
-            process.set("eagle_hook_up", 0, hook)
+        process.stop_timing("fuse_errors")
         report = examine(root)
     assert report.status == "broken"
     assert "timing is fuse_errors, nothing is timed or counted" in text_of(report, "rank")

@@ -212,10 +212,7 @@ def test_a_missing_phase_makes_the_cycle_unknown_instead_of_short(tmp_path: Path
 
 def test_hooks_of_a_server_that_was_switched_off_are_not_taken_for_missing(tmp_path: Path) -> None:
     with RankProcess(tmp_path, {"hooks_down": ["kv_compact"]}) as process:
-        process.set("eagle_timing_enabled", 0, "on")
-        process.set("eagle_timing_enabled", 1, "off")
-        for hook in catalogue.HOOKS:
-            process.set("eagle_hook_up", 0, hook)
+        process.stop_timing("off")
         rank = Watch(tmp_path).after(1).servers[0].ranks[0]
     assert (rank.timing_state, rank.hooks_down) == ("off", ["kv_compact"])
 
