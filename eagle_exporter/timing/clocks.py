@@ -6,9 +6,16 @@ its marks have happened on the device. No clock but `SyncClock` ever waits for t
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import Any, Protocol
+
+from eagle_exporter.timing import cuda_driver
+from eagle_exporter.timing.cuda_driver import CudaDriver, handle_of
+
+logger = logging.getLogger("eagle_exporter")
 
 NANOSECOND = 1e-9
 MILLISECOND = 1e-3
@@ -165,11 +172,10 @@ class SyncClock(HostClock):
 
 
 class CudaEventClock(_PooledClock):
-    """Timing events on the stream that is current when the cycle begins, read after ``query()`` says complete.
+    """Timing events on the stream that is current when the cycle begins, read once they are complete.
 
     Events are made once, recorded with an explicit stream (looking it up costs twice the record itself), and never
-    waited for. `torch.cuda.Event` creates its CUDA event at the first record, so after the pool has been around once
-    nothing is allocated.
+    waited for; after the clock is made nothing is allocated.
     """
 
     name = "cuda_event"
@@ -212,7 +218,7 @@ class CudaEventClock(_PooledClock):
             slot.count = count + 1
 
     def done(self, slot: Slot) -> bool:
-        """Return whether the last event is complete: one ``query()``, about 0.35 µs."""
+        """Return whether the last event is complete."""
         return bool(slot.events[slot.count - 1].query())
 
     def reached(self, slot: Slot, mark: int) -> bool:
@@ -228,6 +234,105 @@ class CudaEventClock(_PooledClock):
     def between(self, earlier: Slot, later: Slot) -> float:
         """Return seconds from the last event of `earlier` to the first of `later`."""
         return float(earlier.events[earlier.count - 1].elapsed_time(later.events[0].event)) * MILLISECOND
+
+
+class DriverEventClock(CudaEventClock):
+    """The same events, recorded and read by the CUDA driver itself: four times as fast while the GPU is busy."""
+
+    def __init__(self, driver: CudaDriver, slots: int = 24, marks: int = 40, *, cuda: Any = None) -> None:
+        """Make a pool of `slots` cycles of up to `marks` boundaries each.
+
+        Args:
+            driver: Functions of the driver.
+            slots: See `CudaEventClock`.
+            marks: Boundaries of one cycle.
+            cuda: A stand-in for ``torch.cuda`` in tests.
+        """
+        super().__init__(slots, marks, cuda=cuda)
+        self._driver = driver
+        self._record = driver.record
+        self._owners: list[Any] = []
+        for slot in self._free:
+            owners = [event.event for event in slot.events]
+            for owner in owners:
+                owner.record()  # torch makes the event at its first record
+            self._owners += owners
+            slot.events = [handle_of(owner) for owner in owners]
+        self._stream_object: Any = None
+        self._stream: Any = None
+
+    def acquire(self) -> Slot | None:
+        """Return an empty slot bound to the current stream, None when all are in flight."""
+        if not self._free:
+            return None
+        stream = self._current_stream()
+        if stream is not self._stream_object:
+            self._stream = ctypes.c_void_p(stream.cuda_stream)
+            self._stream_object = stream
+        slot = self._free.pop()
+        slot.count = 0
+        slot.host.clear()
+        slot.stream = self._stream
+        return slot
+
+    def mark(self, slot: Slot, now: int) -> None:
+        """Record the next event of the slot on its stream.
+
+        Raises:
+            RuntimeError: The driver refuses.
+        """
+        count = slot.count
+        if count < self.marks:
+            slot.host.append(now)
+            status = self._record(slot.events[count], slot.stream)
+            if status:
+                raise RuntimeError(f"cuEventRecord: CUDA error {status}")
+            slot.count = count + 1
+
+    def done(self, slot: Slot) -> bool:
+        """Return whether the last event is complete."""
+        return self._driver.complete(slot.events[0], slot.events[slot.count - 1])
+
+    def reached(self, slot: Slot, mark: int) -> bool:
+        """Return whether event number `mark` is complete."""
+        return self._driver.complete(slot.events[0], slot.events[mark])
+
+    def offsets(self, slot: Slot) -> Sequence[float]:
+        """Return seconds from the first event to each event, as CUDA gives them (float32 milliseconds).
+
+        Raises:
+            RuntimeError: An event is not complete, or the driver refuses.
+        """
+        driver, events = self._driver, slot.events
+        elapsed, where, reading, first = driver.elapsed, driver.where, driver.milliseconds, events[0]
+        offsets = [0.0]
+        for i in range(1, slot.count):
+            status = elapsed(where, first, events[i])
+            if status:
+                raise RuntimeError(f"cuEventElapsedTime_v2: CUDA error {status}")
+            offsets.append(reading.value * MILLISECOND)
+        return offsets
+
+    def between(self, earlier: Slot, later: Slot) -> float:
+        """Return seconds from the last event of `earlier` to the first of `later`."""
+        return self._driver.between(earlier.events[earlier.count - 1], later.events[0]) * MILLISECOND
+
+
+def event_clock() -> CudaEventClock:
+    """Return the event clock of this machine: through the driver, or through torch where that cannot be."""
+    driver = cuda_driver.load()
+    if driver is not None:
+        try:
+            clock = DriverEventClock(driver)
+            slot = clock.acquire()
+            if slot is not None:  # what does not work here would not work later either
+                clock.mark(slot, perf_counter_ns())
+                clock.done(slot)
+                clock.release(slot)
+                return clock
+        except Exception:
+            logger.warning("eagle-exporter: the CUDA driver cannot be called; events go through torch", exc_info=True)
+    return CudaEventClock()
 
 
 class _CudaEvent:

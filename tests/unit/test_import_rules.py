@@ -39,7 +39,7 @@ MAY_USE: dict[str, set[str]] = {
 """Part of the package -> the parts it may import."""
 
 EXCEPTIONS: dict[str, set[str]] = {"cli.launch": {"hooks"}, "cli.doctor": {"hooks", "timing"}}
-MAY_USE_ENGINE = ("hooks", "demo", "timing.clocks")
+MAY_USE_ENGINE = ("hooks", "demo", "timing.clocks", "timing.cuda_driver")
 
 
 @dataclass(frozen=True)
