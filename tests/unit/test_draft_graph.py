@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -19,20 +21,38 @@ class Event:
         self.recorded = 0
         self.at = 0.0
 
-    def record(self) -> None:
+    def record(self, stream: Branch | None = None) -> None:
         self.recorded += 1
+        if stream is not None:
+            stream.did.append("record")
 
     def elapsed_time(self, later: Event) -> float:
         return later.at - self.at
+
+
+class Branch:
+    """A stand-in for ``torch.cuda.Stream`` that notes what it did."""
+
+    def __init__(self, name: str = "branch") -> None:
+        self.name = name
+        self.did: list[str] = []
+
+    def wait_stream(self, other: Branch) -> None:
+        self.did.append(f"wait for {other.name}")
 
 
 class Cuda:
     """A stand-in for ``torch.cuda``."""
 
     Event = Event
+    Stream = Branch
 
     def __init__(self) -> None:
         self.capturing = True
+        self.main = Branch("main")
+
+    def current_stream(self) -> Branch:
+        return self.main
 
     def is_current_stream_capturing(self) -> bool:
         return self.capturing
@@ -104,11 +124,59 @@ def test_one_step_needs_no_forward_and_no_event() -> None:
     assert events.graphs == {}
 
 
+def test_events_hang_on_a_branch_that_is_joined_at_the_end() -> None:
+    """An event between two kernels of one chain holds the second one up."""
+    cuda = Cuda()
+    events = DraftGraphEvents(cuda)
+    cuda.capturing = False
+    events.begin_capture(3, 4)  # a warm-up
+    cuda.capturing = True
+    events.begin_capture(3, 4)
+    events.end_step()
+    events.end_step()
+    assert cuda.main.did == []
+    events.end_capture()
+    assert events._branch.did == ["wait for main", "record"] * 3
+    assert cuda.main.did == ["wait for branch"]
+    events.end_capture()
+    assert cuda.main.did == ["wait for branch"], "joined once"
+
+
+def test_a_branch_is_joined_when_the_events_are_given_up_in_the_middle() -> None:
+    """A capture with a loose end would fail in SGLang."""
+    cuda = Cuda()
+    events = DraftGraphEvents(cuda)
+    cuda.capturing = False
+    events.begin_capture(3, 4)
+    cuda.capturing = True
+    events.begin_capture(3, 4)
+    events.give_up()
+    events.end_step()
+    events.end_capture()
+    assert cuda.main.did == ["wait for branch"]
+    assert events.graphs == {}
+
+
 def test_a_graph_captured_again_replaces_its_events() -> None:
     events = captured()
     first = events.graphs[(3, 4)]
     events.begin_capture(3, 4)
+    assert (3, 4) not in events.graphs, "while it is captured"
+    events.end_step()
+    events.end_capture()
     assert events.graphs[(3, 4)] is not first
+
+
+def test_no_event_of_a_graph_is_ever_destroyed() -> None:
+    """The graph writes into it at each launch, and nobody tells when SGLang launches it for the last time."""
+    events = captured()
+    alive = [weakref.ref(event) for event in events.graphs[(3, 4)]]
+    events.begin_capture(3, 4)
+    events.end_capture()
+    events.give_up()
+    del events
+    gc.collect()
+    assert all(reference() is not None for reference in alive)
 
 
 def test_steps_of_a_complete_draft_are_seconds_between_its_events() -> None:
