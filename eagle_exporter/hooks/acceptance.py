@@ -77,31 +77,29 @@ class RowsBefore:
         self.health_checks = health_checks
         self._counted = [_counts(request) for request in requests] if counters else []
 
-    def appended_tokens(self) -> int:
-        """Return the output tokens that SGLang has appended since, after stop conditions.
+    def after(self) -> tuple[int, bool]:
+        """Return what SGLang has done with the live rows since.
 
-        ``finished_len`` is where SGLang cuts the output of a finished request (``output_ids_through_stop``).
+        Returns:
+            Output tokens appended, after stop conditions (``finished_len`` is where SGLang cuts the output of a
+            finished request, ``output_ids_through_stop``); and whether every live request has ended, False when there
+            was none.
         """
         total = 0
+        running = ended = False
         for request, alive, before in zip(self.requests, self.live, self.lengths, strict=True):
             if alive:
-                after = len(request.output_ids)
-                cut = request.finished_len
-                if cut is not None and cut < after:
-                    after = cut
-                if after > before:
-                    total += after - before
-        return total
-
-    def all_ended(self) -> bool:
-        """Return whether SGLang has ended every request of the batch that was live before."""
-        ended = False
-        for request, alive in zip(self.requests, self.live, strict=True):
-            if alive:
+                appended = len(request.output_ids)
                 if request.finished_reason is None:
-                    return False  # mostly the very first
-                ended = True
-        return ended
+                    running = True
+                else:
+                    ended = True
+                cut = request.finished_len
+                if cut is not None and cut < appended:
+                    appended = cut
+                if appended > before:
+                    total += appended - before
+        return total, ended and not running
 
     def updated(self) -> bool:
         """Return whether SGLang has appended to any request since: V1 does so inside the worker."""

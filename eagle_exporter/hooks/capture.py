@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_exporter import control, settings
+from eagle_exporter.hooks.session import POLL_EVERY
 from eagle_exporter.kernels import files
 from eagle_exporter.kernels.files import Request
 from eagle_exporter.timing import cycle as kinds
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eagle_exporter")
 
-LEAD = 2
+LEAD = POLL_EVERY + 1
 """Batches between the request and the profiler's start: by then every rank of the group has read the request."""
 SETTLE = 2
 """Batches after the stop that are not timed either."""
@@ -424,7 +425,7 @@ class Profile(_Disturbance):
         self._open = record
         slot = MarkSlot()
         record.slot = slot
-        record.kinds.append(kinds.OTHER)
+        record.kinds = [kinds.OTHER]
         timer.clock = self._clock
         timer.current = record
         self._clock.mark(slot, time.perf_counter_ns())

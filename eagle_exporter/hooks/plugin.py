@@ -31,8 +31,9 @@ from eagle_exporter.hooks.session import Session
 from eagle_exporter.registry.layout import Layout, RankPlan, directory_name, file_name
 from eagle_exporter.registry.writer import RankWriter, RegistryError, clear_stale_files, server_directory
 from eagle_exporter.settings import ATTACH, Settings
+from eagle_exporter.timing import cuda_driver
 from eagle_exporter.timing.budget import Budget
-from eagle_exporter.timing.clocks import Clock, CudaEventClock, HostClock, SyncClock
+from eagle_exporter.timing.clocks import Clock, HostClock, SyncClock, event_clock
 from eagle_exporter.timing.cycle import CycleTimer
 from eagle_exporter.timing.recorder import RankRecorder
 
@@ -493,7 +494,7 @@ def make_clock(name: str) -> Clock:
     if name == "cuda_event" and not torch.cuda.is_available():
         logger.warning("eagle-exporter: EAGLE_EXPORTER_CLOCK=cuda_event without CUDA; the host clock is used")
         name = "host"
-    clocks: dict[str, Callable[[], Clock]] = {"cuda_event": CudaEventClock, "host": HostClock, "sync": SyncClock}
+    clocks: dict[str, Callable[[], Clock]] = {"cuda_event": event_clock, "host": HostClock, "sync": SyncClock}
     return clocks[name]()
 
 
@@ -507,7 +508,7 @@ def draft_graph_events(configured: Settings) -> DraftGraphEvents | None:
         torch.cuda.Event(enable_timing=True, external=True)
     except TypeError:  # an older torch
         return None
-    return DraftGraphEvents(torch.cuda)
+    return DraftGraphEvents(torch.cuda, cuda_driver.load())
 
 
 def draft_step_source(session: Session, worker: Any) -> str:

@@ -30,6 +30,10 @@ RECORD = "_eagle_exporter_cycle"
 """Attribute by which a cycle travels on SGLang's ``GenerationBatchResult``."""
 
 _IDLE_POLL_SECONDS = 0.25
+POLL_EVERY = 16
+"""Every how many batches the control file is looked at, when the scheduler is not idle."""
+_UNKNOWN_STEPS = -1
+"""Draft steps of a cycle, until the verify input or the worker says them."""
 FLUSH_RESULTS = 16
 """Results that are recorded together; the clock's pool holds some more cycles than that."""
 FLUSH_NS = 200_000_000
@@ -68,12 +72,14 @@ class Session:
         """The next cycle is drafted at the end of this one (pipeline parallelism, 0.5.21 and newer)."""
         self._launched: deque[tuple[CycleRecord, Sequence[Any]]] = deque(maxlen=kinds.MAX_PENDING)
         self._open = False
+        self._cycles_to_poll = 0
+        self._decode_mode: Any = None
         self._logged: set[str] = set()
         self._idle_poll = 0.0
         self._draft_steps_left = 0
         self._draft_step = 0
         self._error_counts: dict[str, int] = {}
-        self._results: list[tuple[CycleRecord, Acceptance]] = []
+        self._results: list[tuple[CycleRecord, RowsBefore, Sequence[int] | None]] = []
         self._spent_ns = 0
         self._flush_at_ns = 0
         self._flush_results = FLUSH_RESULTS
@@ -158,11 +164,33 @@ class Session:
 
     # --- the cycle ---------------------------------------------------------------------------------------
     def _wrap_cycle(self, original: Function) -> Function:
+        """A worker's ``forward_batch_generation`` is one cycle, or a prefill."""
+
         def forward_batch_generation(worker: Any, *args: Any, **kwargs: Any) -> Any:
             # A subclass's method that calls super() must not open a second cycle.
             if self._open or self.timer is None:
                 return original(worker, *args, **kwargs)
-            return self._measure(original, worker, args, kwargs)
+            record = batch = None
+            try:
+                batch = args[0] if args else _batch_of(kwargs)
+                record = self.begin_cycle(batch)
+            except Exception:
+                self.failed("cycle")
+            if record is None:
+                return original(worker, *args, **kwargs)
+            self._open = True
+            try:
+                result = original(worker, *args, **kwargs)
+            except BaseException:
+                self._abandon(record)
+                raise
+            finally:
+                self._open = False
+            try:
+                self.end_cycle(record, result, worker, batch)
+            except Exception:
+                self.failed("cycle", record)
+            return result
 
         return forward_batch_generation
 
@@ -184,52 +212,36 @@ class Session:
         """Without speculation the model's forward is the target's, and sampling follows it."""
         return self._plain_span("target_verify", kinds.TARGET_VERIFY, kinds.VERIFY_OVERHEAD)(original)
 
-    def _measure(self, original: Function, worker: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a worker's ``forward_batch_generation`` as one cycle or prefill."""
-        record = batch = None
-        try:
-            batch = args[0] if args else _batch_of(kwargs)
-            record = self.begin_cycle(worker, batch)
-        except Exception:
-            self.failed("cycle")
-        if record is None:
-            return original(worker, *args, **kwargs)
-        self._open = True
-        try:
-            result = original(worker, *args, **kwargs)
-        except BaseException:
-            self._abandon(record)
-            raise
-        finally:
-            self._open = False
-        try:
-            self.end_cycle(record, result, worker, batch)
-        except Exception:
-            self.failed("cycle", record)
-        return result
-
-    def begin_cycle(self, worker: Any, batch: Any) -> CycleRecord | None:
+    def begin_cycle(self, batch: Any) -> CycleRecord | None:
         """Open the cycle or prefill of a batch; None when it is not measured."""
         timer = self.timer
         assert timer is not None
-        self._poll_control()
+        self._cycles_to_poll -= 1
+        if self._cycles_to_poll <= 0:
+            self._cycles_to_poll = POLL_EVERY
+            self._poll_control()
         if not self.budget.counting:
             timer.interrupt()
             return None
         mode = batch.forward_mode
-        if mode.is_idle():
-            # An idle rank takes part in the collectives of the others; its result never has accept lengths.
-            timer.interrupt()
-            assert self.recorder is not None
-            self.recorder.add_cycle(CycleRecord(0, 0, 0), _IDLE, None)
-            return None
-        if mode.is_extend():
-            return timer.open_prefill()
+        # Asking a mode takes two calls into SGLang, and nearly every batch has the mode of the one before.
+        if mode is not self._decode_mode:
+            if mode.is_idle():
+                # An idle rank takes part in the collectives of the others; its result never has accept lengths.
+                timer.interrupt()
+                assert self.recorder is not None
+                self.recorder.add_cycle(CycleRecord(0, 0, 0), _IDLE, None)
+                return None
+            if mode.is_extend():
+                return timer.open_prefill()
+            self._decode_mode = mode
         before = RowsBefore(batch.reqs, counters=True) if self.rows_at_launch else None
-        record = timer.open(len(batch.reqs), *self._steps_of(worker))
-        record.before = before
+        record = timer.open(len(batch.reqs), _UNKNOWN_STEPS, 0)
+        if before is not None:
+            record.before = before
         # With data parallelism a decode rank may take the prefill path when another rank prefills.
-        record.beside_prefill = getattr(batch, "is_extend_in_batch", False)
+        if getattr(batch, "is_extend_in_batch", False):
+            record.beside_prefill = True
         return record
 
     def _steps_of(self, worker: Any) -> tuple[int, int]:
@@ -250,7 +262,7 @@ class Session:
         if record.beside_prefill and record.before is None and getattr(result, "accept_lens", None) is None:
             # It took the prefill path: the next cycle does not follow a cycle.
             timer.interrupt()
-        if self.steps_from_worker and not record.prefill:
+        if (self.steps_from_worker or record.num_steps == _UNKNOWN_STEPS) and not record.prefill:
             # The step count may have been switched at the start of this cycle.
             record.num_steps, record.num_draft_tokens = self._steps_of(worker)
         setattr(result, RECORD, record)
@@ -420,7 +432,10 @@ class Session:
             except Exception:
                 self._give_up_graph_events()
             result = original(*args, **kwargs)
-            events.end_capture()
+            try:
+                events.end_capture()
+            except Exception:
+                self._give_up_graph_events()
             return result
 
         return draft_forward
@@ -430,6 +445,8 @@ class Session:
         events.begin_capture(int(worker.speculative_num_steps), int(forward_batch.batch_size))
 
     def _give_up_graph_events(self) -> None:
+        if self.graph_events is not None:
+            self.graph_events.give_up()
         self.graph_events = None
         self.failed("draft_graph")
 
@@ -659,23 +676,23 @@ class Session:
     # --- the result --------------------------------------------------------------------------------------
     def _wrap_accept(self, original: Function) -> Function:
         def process_batch_result(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.recorder is None or not self.budget.counting:
+                return original(scheduler, *args, **kwargs)
             rows = record = None
             begin = perf_counter_ns()
-            if self.recorder is not None:
-                try:
-                    if self.budget.counting:
-                        batch = args[0] if args else kwargs["batch"]
-                        record = self.take_record(batch, args[1] if len(args) > 1 else kwargs["result"])
-                        rows = self.before_result(batch, record)
-                except Exception:
-                    self.failed("accept")
+            try:
+                batch = args[0] if args else kwargs["batch"]
+                record = self.take_record(batch, args[1] if len(args) > 1 else kwargs["result"])
+                rows = self.before_result(batch, record)
+            except Exception:
+                self.failed("accept")
             spent = perf_counter_ns() - begin
             returned = original(scheduler, *args, **kwargs)
             if rows is not None:
                 try:
                     self.after_result(rows, record, args[1] if len(args) > 1 else kwargs["result"], spent)
                 except Exception:
-                    self.failed("accept")
+                    self.failed("accept", record)
             return returned
 
         return process_batch_result
@@ -717,33 +734,41 @@ class Session:
         begin = perf_counter_ns()
         recorder = self.recorder
         assert recorder is not None
+        appended, ended = rows.after()
         if self.recording:
-            recorder.add_output_tokens(rows.appended_tokens())
+            recorder.add_output_tokens(appended)
         if record is not None:
-            self._results.append((record, self._acceptance(rows, record, result)))
+            self._results.append((record, rows, self._drafts(rows, record, result)))
+        rows.requests = ()  # they belong to SGLang
         self._spent_ns += perf_counter_ns() - begin + spent_ns
         # After the last answer of an offline script nothing more may run here: its Engine kills the scheduler.
-        if len(self._results) >= self._flush_results or begin > self._flush_at_ns or rows.all_ended():
+        if ended or begin > self._flush_at_ns or len(self._results) >= self._flush_results:
             self.flush()
 
-    def _acceptance(self, rows: RowsBefore, record: CycleRecord, result: Any) -> Acceptance:
+    def _drafts(self, rows: RowsBefore, record: CycleRecord, result: Any) -> Sequence[int] | None:
+        """Return the accepted draft tokens of each row; None for a decode rank on the prefill path.
+
+        Raises:
+            ValueError: The result does not say.
+        """
+        if record.prefill or self.plain_decode or not rows.contexts:
+            return ()
+        drafts = correct_drafts(result) if record.before is None else rows.drafts_of_requests()
+        if drafts is None and not record.beside_prefill:
+            raise ValueError("a decode cycle brought no accept lengths")
+        return drafts
+
+    def _acceptance(self, record: CycleRecord, rows: RowsBefore, drafts: Sequence[int] | None) -> Acceptance:
         """Return what a result says of its cycle.
 
         Raises:
-            ValueError: It does not say, or what it says cannot be.
+            ValueError: It cannot be.
         """
         if record.prefill:
             return Acceptance(excluded="health_check" if rows.health_checks and not rows.contexts else None)
         if self.plain_decode:
             return rows.acceptance([0] * len(rows.live))
-        if not rows.contexts:
-            return rows.acceptance(())
-        drafts = correct_drafts(result) if record.before is None else rows.drafts_of_requests()
-        if drafts is None:
-            if record.beside_prefill:
-                return _NO_DRAFTS
-            raise ValueError("a decode cycle brought no accept lengths")
-        return rows.acceptance(drafts)
+        return _NO_DRAFTS if drafts is None else rows.acceptance(drafts)
 
     def flush(self) -> None:
         """Record every result that has arrived, and publish.
@@ -756,12 +781,15 @@ class Session:
         assert recorder is not None
         self.collect_draft_steps(final=False)
         results, self._results = self._results, []
-        for record, acceptance in results:
+        for record, rows, drafts in results:
             try:
-                timer.complete(record, acceptance)
+                timer.take(record, self._acceptance(record, rows, drafts))
             except Exception:  # one that fails costs the others nothing
                 self.failed("accept", record)
-        timer.drain()
+        try:
+            timer.drain()
+        except Exception:
+            self.failed("accept")
         now = perf_counter_ns()
         self._flush_at_ns = now + FLUSH_NS
         # Counting acceptance is not optional; what sampling and fuse can save is the timing.

@@ -320,15 +320,24 @@ class _Reached:
     That is when everything launched there before is done, or at once when nothing is left to do.
     """
 
-    def __init__(self, work: Iterable[Work], cycles: Sequence[Cycle]) -> None:
+    def __init__(self, work: Sequence[Work], cycles: Sequence[Cycle]) -> None:
         begin, end = cycles[0].marks[0], cycles[-1].marks[-1]
+        # One call that launches several kernels launches a graph. A graph with branches may show its kernels on streams
+        # of its own, and the stream that it was launched on waits for all of them.
+        by_launch = Counter(one.launch for one in work if one.launch is not None)
         by_stream: Counter[Any] = Counter()
+        of_graphs: Counter[Any] = Counter()
         for one in work:
             if one.launch is not None and begin <= one.launch < end:
-                by_stream[one.lane] += one.own
+                (of_graphs if by_launch[one.launch] > 1 else by_stream)[one.lane] += one.own
         # Work of a cycle runs on one stream; copies of results run beside it.
-        stream = by_stream.most_common(1)[0][0] if by_stream else None
-        ours = sorted((-1 if one.launch is None else one.launch, one.end) for one in work if one.lane == stream)
+        streams = (by_stream or of_graphs).most_common(1)
+        stream = streams[0][0] if streams else None
+        ours = sorted(
+            (-1 if one.launch is None else one.launch, one.end)
+            for one in work
+            if one.lane == stream or (one.launch is not None and by_launch[one.launch] > 1)
+        )
         self._launches = [launch for launch, _ in ours]
         self._ends = list(accumulate((end for _, end in ours), max))
 

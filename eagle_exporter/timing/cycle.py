@@ -33,6 +33,8 @@ PARTS_EVERY = 16
 """Every how many timed cycles the parts of the verify overhead are measured too: they cost four events more."""
 
 
+_NONE: list[int] = []
+"""The marks of a cycle that is not timed; nobody adds to it."""
 _LONGEST = 3600.0
 """Seconds; a longer cycle or gap is no reading."""
 
@@ -79,46 +81,29 @@ class CycleRecord:
         before: What the hooks keep of the batch as it was launched.
     """
 
-    __slots__ = (
-        "acceptance",
-        "before",
-        "beside_prefill",
-        "consecutive",
-        "draft_end",
-        "host_bound",
-        "kinds",
-        "num_draft_tokens",
-        "num_steps",
-        "parts",
-        "prefill",
-        "previous",
-        "profiled",
-        "rows",
-        "slot",
-        "step_seconds",
-        "timed",
-        "valid",
-    )
+    # Most stay as they are, so they are the class's: a record is made in every cycle, between SGLang's launches.
+    prefill = False
+    profiled = False
+    timed = False
+    valid = True
+    parts = False
+    draft_end = 0
+    consecutive = False
+    host_bound: bool | None = None
+    beside_prefill = False
+    before: Any = None
+    slot: Slot | None = None
+    previous: CycleRecord | None = None
+    acceptance: Acceptance | None = None
+    step_seconds: Sequence[float] | None = None
 
     def __init__(self, rows: int, num_steps: int, num_draft_tokens: int, *, prefill: bool = False) -> None:
         self.rows = rows
         self.num_steps = num_steps
         self.num_draft_tokens = num_draft_tokens
-        self.prefill = prefill
-        self.profiled = False
-        self.timed = False
-        self.valid = True
-        self.parts = False
-        self.draft_end = 0
-        self.consecutive = False
-        self.host_bound: bool | None = None
-        self.beside_prefill = False
-        self.before: Any = None
-        self.slot: Slot | None = None
-        self.kinds: list[int] = []
-        self.previous: CycleRecord | None = None
-        self.acceptance: Acceptance | None = None
-        self.step_seconds: Sequence[float] | None = None
+        self.kinds: list[int] = _NONE
+        if prefill:
+            self.prefill = True
 
 
 @dataclass
@@ -213,22 +198,27 @@ class CycleTimer:
         """
         begin = perf_counter_ns()
         record = CycleRecord(rows, num_steps, num_draft_tokens)
-        if self._consecutive and self.last_opened is not None:
+        previous = self.last_opened
+        if self._consecutive and previous is not None:
             record.consecutive = True
-            record.previous = self.last_opened
+            record.previous = previous
+        else:
+            self._consecutive = True
         self.last_opened = record
-        self._consecutive = True
-        self._append(record)
+        if len(self._pending) >= MAX_PENDING:
+            self._lose_oldest()
+        self._pending.append(record)
         if self.profiled:
             record.profiled = True
         elif self.budget.time_this_cycle():
-            previous = record.previous
-            if previous is not None and previous.slot is not None and self.clock.tells_host_bound:
+            clock = self.clock
+            if record.consecutive and previous is not None and previous.slot is not None and clock.tells_host_bound:
                 # Asked before anything of this cycle is enqueued: if the device is through, it waits for us.
-                record.host_bound = self.clock.done(previous.slot)
+                record.host_bound = clock.done(previous.slot)
             self._start(record, OTHER)
-            record.parts = record.timed and self._timed_cycles % PARTS_EVERY == 0
-            self._timed_cycles += record.timed
+            if record.timed:
+                record.parts = self._timed_cycles % PARTS_EVERY == 0
+                self._timed_cycles += 1
         self.host_ns += perf_counter_ns() - begin
         return record
 
@@ -237,16 +227,13 @@ class CycleTimer:
         begin = perf_counter_ns()
         record = CycleRecord(0, 0, 0, prefill=True)
         self.interrupt()
-        self._append(record)
+        if len(self._pending) >= MAX_PENDING:
+            self._lose_oldest()
+        self._pending.append(record)
         if self.budget.timing and not self.profiled:
             self._start(record, TARGET_VERIFY)
         self.host_ns += perf_counter_ns() - begin
         return record
-
-    def _append(self, record: CycleRecord) -> None:
-        if len(self._pending) >= MAX_PENDING:
-            self._lose_oldest()
-        self._pending.append(record)
 
     def _lose_oldest(self) -> None:
         lost = self._pending.popleft()
@@ -261,7 +248,7 @@ class CycleTimer:
             return
         record.slot = slot
         record.timed = True
-        record.kinds.append(kind)
+        record.kinds = [kind]
         self.current = record
 
     def _marked_slot(self) -> Slot | None:
@@ -358,56 +345,77 @@ class CycleTimer:
     # --- results -----------------------------------------------------------------------------------------
     def complete(self, record: CycleRecord, acceptance: Acceptance) -> None:
         """Take the acceptance of a cycle; record it and all before it whose times are there."""
-        if record not in self._pending:
-            return  # given up before, and counted then
-        record.acceptance = acceptance
-        while self._pending[0] is not record and self._pending[0].acceptance is None:
-            # Results come in the order of launches, so these will not come any more.
-            self._lose_oldest()
+        self.take(record, acceptance)
         self.drain()
 
-    def drain(self) -> None:
-        """Record every finished cycle at the head of the queue. Never waits."""
-        pending = self._pending
-        while pending:
-            record = pending[0]
-            acceptance = record.acceptance
-            if acceptance is None:
-                return
-            slot = record.slot
-            if slot is not None and not self.clock.done(slot):
-                if len(pending) < 4:
-                    return
-                # Do not hold up the others.
-                if record.timed:
-                    self.recorder.drop("not_complete")
-                record.timed = False
-                self._release(record)
-            pending.popleft()
-            try:
-                self._finish(record, acceptance)
-            except BaseException:
-                self._release(record)
-                raise
+    def take(self, record: CycleRecord, acceptance: Acceptance) -> None:
+        """Take the acceptance of a cycle; `drain` records it."""
+        if record in self._pending:  # else it was given up before, and counted then
+            record.acceptance = acceptance
 
-    def _finish(self, record: CycleRecord, acceptance: Acceptance) -> None:
-        times = self._times(record) if record.timed and acceptance.excluded is None else None
-        if record.prefill:
-            if times is not None:
-                self.recorder.add_prefill(times)
-        else:
-            self.recorder.add_cycle(record, acceptance, times)
-            if times is not None:
-                self.budget.cycle_took(times.cycle + (times.gap or 0.0))
+    def drain(self) -> None:
+        """Record every finished cycle at the head of the queue. Never waits.
+
+        Raises:
+            Exception: Times could not be read; the cycle is recorded without them, and so are those behind it.
+        """
+        pending = self._pending
+        finished: list[tuple[CycleRecord, Acceptance, PhaseTimes | None]] = []
+        error: Exception | None = None
+        try:
+            while pending:
+                record = pending[0]
+                acceptance = record.acceptance
+                if acceptance is None:
+                    if not any(later.acceptance is not None for later in pending):
+                        break
+                    # Results come in the order of launches, so this one will not come any more.
+                    self._lose_oldest()
+                    continue
+                slot = record.slot
+                if slot is not None and not self.clock.done(slot):
+                    if len(pending) < 4:
+                        break
+                    # Do not hold up the others.
+                    if record.timed:
+                        self.recorder.drop("not_complete")
+                    record.timed = False
+                    self._release(record)
+                pending.popleft()
+                times = None
+                try:
+                    if record.timed and acceptance.excluded is None:
+                        times = self._times(record)
+                except Exception as caught:
+                    error = caught
+                try:
+                    self._let_go(record, acceptance)
+                except Exception as caught:
+                    error = caught
+                if not record.prefill:
+                    finished.append((record, acceptance, times))
+                    if times is not None:
+                        self.budget.cycle_took(times.cycle + (times.gap or 0.0))
+                elif times is not None:
+                    self.recorder.add_prefill(times)
+        finally:
+            if finished:
+                self.recorder.add_cycles(finished)
+        if error is not None:
+            raise error
+
+    def _let_go(self, record: CycleRecord, acceptance: Acceptance) -> None:
         record.previous = None
         # The end of a cycle is where the gap to the next one begins, so its slot is kept until the next is finished.
-        if self._held is not None:
-            self._release(self._held)
-            self._held = None
-        if record.prefill or acceptance.excluded is not None:
-            self._release(record)
-        else:
-            self._held = record
+        held, self._held = self._held, None
+        try:
+            if held is not None:
+                self._release(held)
+        finally:
+            if record.prefill or acceptance.excluded is not None:
+                self._release(record)
+            else:
+                self._held = record
 
     def _times(self, record: CycleRecord) -> PhaseTimes | None:
         slot = record.slot
@@ -423,9 +431,8 @@ class CycleTimer:
         phases, parts, steps = split(offsets, kinds)
         host = [0.0] * len(phases)
         start = slot.host[0]
-        for i in range(1, len(slot.host)):
-            end = slot.host[i]
-            host[phase_of(kinds[i - 1])] += (end - start) * 1e-9
+        for kind, end in zip(kinds, slot.host[1:], strict=False):
+            host[kind if kind < TREE_BUILD else phase_of(kind)] += (end - start) * 1e-9
             start = end
         if not steps and self.graph_mean and record.num_steps > 1:
             steps = [phases[DRAFT_STEPS] / (record.num_steps - 1)] * (record.num_steps - 1)

@@ -119,64 +119,103 @@ class RankRecorder:
             acceptance: Its facts from the result.
             times: Its times, None when it was not timed.
         """
+        self.add_cycles([(record, acceptance, times)])
+
+    def add_cycles(self, cycles: Sequence[tuple[CycleRecord, Acceptance, PhaseTimes | None]]) -> None:
+        """Count decode cycles as `add_cycle` does each, those alike together: sums are made before they are added.
+
+        Args:
+            cycles: In the order of their launch.
+        """
         values = self.values
-        values[self._wasted] += acceptance.wasted_rows
-        if acceptance.excluded is not None:
-            values[self._excluded[acceptance.excluded]] += 1.0
+        alike: dict[tuple[int, int], list[tuple[CycleRecord, Acceptance, PhaseTimes | None]]] = {}
+        last: CycleRecord | None = None
+        for cycle in cycles:
+            record, acceptance, _ = cycle
+            if acceptance.wasted_rows:
+                values[self._wasted] += acceptance.wasted_rows
+            if acceptance.excluded is not None:
+                values[self._excluded[acceptance.excluded]] += 1.0
+                continue
+            key = (record.rows, record.num_steps)
+            group = alike.get(key)
+            if group is None:
+                alike[key] = [cycle]
+            else:
+                group.append(cycle)
+            last = record
+        if last is None:
             return
-        num_steps = record.num_steps
-        batch = self._batch_slots(record.rows, num_steps)
-        values[self._cycles] += 1.0
-        values[batch.cycles] += 1.0
         values[self._last_cycle] = time.time()
-        values[self._num_steps] = num_steps
-        values[self._num_draft_tokens] = record.num_draft_tokens
-        self._add_acceptance(record, acceptance, batch)
-        if times is None:
-            if record.profiled:
-                values[self._excluded["profiled"]] += 1.0
-            return
-        values[batch.timed] += 1.0
-        for slot, seconds in zip(batch.phases, times.phases, strict=True):
-            values[slot] += seconds
-        if times.gap is not None:
-            values[batch.gap] += times.gap
-        for slot, seconds in zip(self._host, times.host, strict=True):
-            values[slot] += seconds
-        if record.host_bound:
-            values[self._host_bound] += 1.0
+        values[self._num_steps] = last.num_steps
+        values[self._num_draft_tokens] = last.num_draft_tokens
+        for (rows, num_steps), group in alike.items():
+            batch = self._batch_slots(rows, num_steps)
+            count = float(len(group))
+            values[self._cycles] += count
+            values[batch.cycles] += count
+            self._add_acceptance(group, num_steps, batch)
+            timed = []
+            for record, _, times in group:
+                if times is not None:
+                    timed.append(times)
+                    if record.host_bound:
+                        values[self._host_bound] += 1.0
+                elif record.profiled:
+                    values[self._excluded["profiled"]] += 1.0
+            if timed:
+                self._add_times(timed, num_steps, batch)
+
+    def _add_times(self, timed: Sequence[PhaseTimes], num_steps: int, batch: _BatchSlots) -> None:
+        values = self.values
+        values[batch.timed] += float(len(timed))
+        phases = list(zip(*[times.phases for times in timed], strict=True))
+        for slot, column in zip(batch.phases, phases, strict=True):
+            values[slot] += sum(column)
+        for slot, column in zip(self._host, zip(*[times.host for times in timed], strict=True), strict=True):
+            values[slot] += sum(column)
+        gaps = [times.gap for times in timed if times.gap is not None]
+        values[batch.gap] += sum(gaps)
         if num_steps == 0:
             return
-        self._observe(self._cycle_histogram, times.cycle)
-        for start, seconds in zip(self._phase_histograms, times.phases, strict=True):
-            self._observe(start, seconds)
-        if times.gap is not None:
-            self._observe(self._gap_histogram, times.gap)
-        if times.parts is not None:
-            values[self._sampled] += 1.0
-            for slot, seconds in zip(self._parts, times.parts, strict=True):
-                values[slot] += seconds
-        if times.steps:
-            for seconds, slot, count in zip(times.steps, self._step_seconds, self._step_counts, strict=False):
-                values[slot] += seconds
-                values[count] += 1.0
+        self._observe(self._cycle_histogram, [times.cycle for times in timed])
+        for start, column in zip(self._phase_histograms, phases, strict=True):
+            self._observe(start, column)
+        self._observe(self._gap_histogram, gaps)
+        for times in timed:
+            if times.parts is not None:
+                values[self._sampled] += 1.0
+                for slot, seconds in zip(self._parts, times.parts, strict=True):
+                    values[slot] += seconds
+            if times.steps:
+                for seconds, slot, steps in zip(times.steps, self._step_seconds, self._step_counts, strict=False):
+                    values[slot] += seconds
+                    values[steps] += 1.0
 
-    def _add_acceptance(self, record: CycleRecord, acceptance: Acceptance, batch: _BatchSlots) -> None:
+    def _add_acceptance(
+        self, group: Sequence[tuple[CycleRecord, Acceptance, PhaseTimes | None]], num_steps: int, batch: _BatchSlots
+    ) -> None:
+        """Count the acceptance of cycles with one number of rows and steps."""
         values = self.values
-        correct = acceptance.correct_drafts
-        contexts = acceptance.context_tokens
+        correct: list[int] = []
+        contexts: list[int] = []
+        offered = 0
+        for record, acceptance, _ in group:
+            correct += acceptance.correct_drafts
+            contexts += acceptance.context_tokens
+            offered += len(acceptance.correct_drafts) * (record.num_draft_tokens - 1)
         live = len(correct)
         accepted = sum(correct)
         values[batch.drafts] += live
         values[batch.accepted] += accepted
         values[batch.context] += sum(contexts)
-        if record.num_steps == 0:
+        if num_steps == 0:
             return  # nothing was drafted
         values[self._drafts] += live
-        values[self._draft_tokens] += live * (record.num_draft_tokens - 1)
+        values[self._draft_tokens] += offered
         values[self._accepted] += accepted
         values[self._verified] += accepted + live
-        for slot in self._offered_positions[: record.num_steps]:
+        for slot in self._offered_positions[:num_steps]:
             values[slot] += live
         positions = self._accepted_positions
         start = self._accept_length
@@ -199,9 +238,9 @@ class RankRecorder:
         """Observe a prefill batch: the target's part and the draft's extend over the prompt."""
         # The timer labels the target's part of a prefill as target verify; see `CycleTimer.open_prefill`.
         target, extend = times.phases[1], times.phases[2]
-        self._observe(self._prefill_histograms[0], target)
+        self._observe(self._prefill_histograms[0], (target,))
         if extend > 0:
-            self._observe(self._prefill_histograms[1], extend)
+            self._observe(self._prefill_histograms[1], (extend,))
 
     def add_output_tokens(self, count: int) -> None:
         """Count tokens that SGLang appended to requests."""
@@ -268,17 +307,21 @@ class RankRecorder:
         self.writer.commit()
 
     # --- details -----------------------------------------------------------------------------------------
-    def _observe(self, start: int | None, seconds: float) -> None:
+    def _observe(self, start: int | None, observations: Sequence[float]) -> None:
         if start is None:
             return
-        if not 0.0 <= seconds < _LONGEST:
-            # CUDA's resolution can put a boundary a fraction of a microsecond before the one it follows.
-            if not -1e-6 < seconds < 0.0:
-                self.drop("invalid_duration")
-                return
-            seconds = 0.0
-        self.values[start + bisect_left(self._bounds, seconds)] += 1.0
-        self.values[start + self._sum] += seconds
+        values, bounds = self.values, self._bounds
+        total = 0.0
+        for seconds in observations:
+            if not 0.0 <= seconds < _LONGEST:
+                # CUDA's resolution can put a boundary a fraction of a microsecond before the one it follows.
+                if not -1e-6 < seconds < 0.0:
+                    self.drop("invalid_duration")
+                    continue
+                seconds = 0.0  # noqa: PLW2901
+            values[start + bisect_left(bounds, seconds)] += 1.0
+            total += seconds
+        values[start + self._sum] += total
 
     def _slot(self, name: str, *labels: str) -> int:
         slot = self.layout.slot(name, *labels)

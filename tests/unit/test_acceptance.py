@@ -104,7 +104,7 @@ def test_appended_tokens_are_those_after_stop_conditions(
     rows = RowsBefore([request])
     request.output_ids[:] = after
     request.finished_len = finished_len
-    assert rows.appended_tokens() == appended
+    assert rows.after()[0] == appended
 
 
 def test_tokens_of_rows_that_were_not_live_are_not_output() -> None:
@@ -112,7 +112,7 @@ def test_tokens_of_rows_that_were_not_live_are_not_output() -> None:
     rows = RowsBefore([finished, health])
     finished.output_ids.append(1)
     health.output_ids.append(1)
-    assert rows.appended_tokens() == 0
+    assert rows.after()[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_v1_tells_what_was_accepted_before_the_stop_token_cut_it(name: str) -> N
     acceptance = rows.acceptance(drafts)
     assert list(acceptance.correct_drafts) == [3, 3, 0], "V2 has the same numbers for the same tokens"
     assert list(acceptance.context_tokens) == [3, 3, 5]
-    assert rows.appended_tokens() == 4 + 2 + 1
+    assert rows.after()[0] == 4 + 2 + 1
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -236,4 +236,4 @@ def test_a_health_check_that_v1_verified_is_no_draft() -> None:
     drafts = rows.drafts_of_requests()
     assert drafts == [2, 1]
     assert list(rows.acceptance(drafts).correct_drafts) == [1]
-    assert rows.appended_tokens() == 2
+    assert rows.after()[0] == 2

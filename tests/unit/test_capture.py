@@ -16,8 +16,8 @@ import pytest
 
 from eagle_exporter import catalogue, control
 from eagle_exporter.hooks import capture
-from eagle_exporter.hooks.capture import LEAD, SETTLE, Captures
-from eagle_exporter.hooks.session import Session
+from eagle_exporter.hooks.capture import SETTLE, Captures
+from eagle_exporter.hooks.session import POLL_EVERY, Session
 from eagle_exporter.kernels import files
 from eagle_exporter.kernels.files import Request
 from tests.ranks import make_plan
@@ -26,6 +26,11 @@ from tests.unit.kernel_traces import kernel, launch
 from tests.unit.test_session import Rig, batch
 
 RANK = "tp0-pp0-dp0"
+
+
+DELIVERED_LEAD = capture.LEAD
+LEAD = 2
+"""Here the request is seen by the next batch (`CapturedRig.look`)."""
 
 
 class Planted(RuntimeError):
@@ -86,7 +91,12 @@ class CapturedRig(Rig):
     def ask(self, cycles: int = 3, seconds: float = 60.0, rank: str = RANK) -> Request:
         request = Request(files.new_id(), rank, cycles, seconds)
         control.change(self.directory, lambda _: [request.encode()], drop=("profile", "withdraw"))
+        self.look()
         return request
+
+    def look(self) -> None:
+        """The next cycle looks at the control file."""
+        self.session._cycles_to_poll = 0
 
     def cycles(self, count: int) -> None:
         for _ in range(count):
@@ -123,6 +133,7 @@ class CapturedRig(Rig):
 def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Put the profiler above in place of torch's."""
     Profiler.running, Profiler.failing, Profiler.stranger = None, "", False
+    monkeypatch.setattr(capture, "LEAD", LEAD)
     monkeypatch.setattr(capture, "make_profiler", lambda: (Profiler(), True))
     monkeypatch.setattr(capture, "start_profiler", lambda profiler, cuda: profiler.start())
     monkeypatch.setattr(capture, "profiler_is_running", lambda: Profiler.running is not None or Profiler.stranger)
@@ -138,6 +149,10 @@ def rig(tmp_path: Path) -> CapturedRig:
 
 
 # --- a capture -------------------------------------------------------------------------------------------
+def test_every_rank_has_read_the_request_when_the_profiler_starts() -> None:
+    assert DELIVERED_LEAD > POLL_EVERY
+
+
 def test_every_kernel_lands_in_the_phase_of_the_function_that_launched_it(rig: CapturedRig) -> None:
     request = rig.ask(cycles=3)
     rig.cycles(20)
@@ -264,7 +279,7 @@ def test_hooks_that_do_not_measure_refuse_and_say_why(rig: CapturedRig, state: s
 def test_switching_off_ends_a_capture(rig: CapturedRig) -> None:
     request = rig.ask(cycles=10)
     rig.cycles(LEAD + 3)
-    control.write(rig.directory, ["off"])
+    rig.tell("off")
     rig.cycles(6)
     assert rig.result(request)["outcome"] == "withdrawn"
     assert rig.untouched()
@@ -275,6 +290,7 @@ def test_a_request_can_be_taken_back(rig: CapturedRig) -> None:
     rig.cycles(LEAD + 3)
     assert Profiler.running is not None
     control.change(rig.directory, lambda _: [f"withdraw id={request.id}"], drop=("profile", "withdraw"))
+    rig.look()
     rig.cycles(1)
     assert rig.result(request)["outcome"] == "withdrawn"
     assert not files.raw_path(rig.directory, RANK, request.id).exists()
@@ -286,6 +302,7 @@ def test_a_request_for_another_capture_takes_nothing_back(rig: CapturedRig) -> N
     request = rig.ask(cycles=2)
     rig.cycles(LEAD + 1)
     control.change(rig.directory, lambda _: ["withdraw id=00000000000000"], drop=("profile", "withdraw"))
+    rig.look()
     rig.cycles(8)
     assert rig.finished(request)["outcome"] == "completed"
 
@@ -348,6 +365,7 @@ def test_prefills_alone_do_not_fill_the_trace_for_ever(rig: CapturedRig) -> None
 )
 def test_a_request_that_is_none_is_refused_and_counted(rig: CapturedRig, command: str) -> None:
     control.change(rig.directory, lambda _: [command])
+    rig.look()
     rig.cycles(3)
     assert rig.outcomes() == {"refused": 1}
     assert rig.untouched()
@@ -586,7 +604,7 @@ def test_a_scheduled_capture_comes_by_the_control_file_and_only_with_traffic(tmp
     rig.clock.advance(3600.0)
     rig.flush()
     assert "profile" not in (tmp_path / "control").read_text()
-    rig.cycles(30)
+    rig.cycles(60)
     _wait_for_readers(rig)
     assert "profile id=" in (tmp_path / "control").read_text(), "so that every rank sees it"
     assert rig.outcomes() == {"completed": 1}
@@ -596,7 +614,7 @@ def test_a_scheduled_capture_comes_by_the_control_file_and_only_with_traffic(tmp
 
 def test_a_scheduled_capture_takes_nothing_of_what_people_have_said(tmp_path: Path) -> None:
     rig = CapturedRig(tmp_path, every=600.0)
-    control.write(tmp_path, ["off"])
+    rig.tell("off")
     rig.cycles(2)
     rig.clock.advance(601.0)
     rig.cycles(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,9 +16,14 @@ from typing import Any
 import pytest
 
 from eagle_exporter import catalogue
+from eagle_exporter.cli import profile
 from eagle_exporter.demo.replay import write_cycles
 from eagle_exporter.registry.reader import RankSnapshot, RegistryReader
-from tests.gpu import driver, figures, summarise, tensor_parallel
+from eagle_exporter.timing.clocks import HostClock
+from eagle_exporter.timing.cycle import Acceptance, CycleRecord, PhaseTimes
+from tests.gpu import driver, figures, run, summarise, tensor_parallel
+from tests.gpu import kernels as captures
+from tests.unit.doubles import make_recorder, value
 
 GPU = Path(__file__).resolve().parents[1] / "gpu"
 
@@ -257,12 +263,13 @@ def test_a_round_is_void_where_raw_counted_or_a_cycle_was_not_timed(tmp_path: Pa
     assert tensor_parallel.void_reason({"auto": {**result, "gained_by_rank": untimed}}) == ""
 
 
+TREE = "NCCL_ALGO=ring,tree;allreduce:tree"
 PLAN = tensor_parallel.Plan(
     pairs={1: (2, 8)},
     acceptance=((1, 8),),
     planted_tokens=8,
     recording=((1, 8),),
-    nccl=({"NCCL_PROTO": "Simple"}, {"NCCL_ALGO": "Tree"}),
+    nccl=({"NCCL_PROTO": "Simple"}, {"NCCL_ALGO": "ring,tree;allreduce:tree"}),
     nccl_requests=((1, 8),),
 )
 
@@ -295,13 +302,13 @@ def without_captures(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_steps_run_and_each_is_kept_as_soon_as_it_is_done(tmp_path: Path) -> None:
     report, saved, engines = run_part(tmp_path)
     steps = ["identity", "acceptance", "planted", "nccl", "cost_batch1", "recording", "kernels"]
-    assert list(report["steps"]) == [*steps, "NCCL_PROTO=Simple", "NCCL_ALGO=Tree"]
+    assert list(report["steps"]) == [*steps, "NCCL_PROTO=Simple", TREE]
     assert all("error" not in step for step in report["steps"].values()), report["steps"]
     seen = [[step for step in steps if step in state] for state in saved]
     assert all(len(later) - len(earlier) <= 1 for earlier, later in pairwise(seen))
     assert seen[-1] == steps
-    assert list(report["nccl"]) == ["default", "NCCL_PROTO=Simple", "NCCL_ALGO=Tree"]
-    assert [engine.environment for engine in engines] == [{}, {"NCCL_PROTO": "Simple"}, {"NCCL_ALGO": "Tree"}]
+    assert list(report["nccl"]) == ["default", "NCCL_PROTO=Simple", TREE]
+    assert [engine.environment for engine in engines] == [{}, *PLAN.nccl]
     assert all(engine.closed for engine in engines)
     assert report["kernels"]["judged"]["slow_rank_has_the_least"]
     assert (tmp_path / "recording_tp2.json.gz").exists()
@@ -323,7 +330,79 @@ def test_settings_for_which_no_time_is_left_are_named_and_not_begun(tmp_path: Pa
     report, _, engines = run_part(tmp_path, budget=5.0)
     assert len(engines) == 1
     assert list(report["nccl"]) == ["default"]
-    assert "not run" in report["steps"]["NCCL_ALGO=Tree"]["error"]
+    assert "not run" in report["steps"][TREE]["error"]
+
+
+@pytest.mark.usefixtures("without_captures")
+def test_a_later_start_that_takes_less_leaves_time_for_one_more_setting(tmp_path: Path) -> None:
+    def slow_start(engine: StandIn) -> None:
+        engine.start_seconds = 1000.0 if engine.name == "tp" else 0.01
+
+    report, _, engines = run_part(tmp_path, budget=75.0, change_engine=slow_start)
+    assert [engine.name for engine in engines] == ["tp", "tp-nccl1", "tp-nccl2"]
+    assert "error" not in report["steps"][TREE]
+
+
+def test_no_setting_of_nccl_leaves_the_gathering_of_the_logits_without_an_algorithm() -> None:
+    for setting in tensor_parallel.NCCL_SETTINGS:
+        for_all, *_ = setting.get("NCCL_ALGO", "ring").lower().split(";")
+        assert "ring" in for_all.split(",")
+
+
+# --- parts of one GPU --------------------------------------------------------------------------------------
+def test_a_step_of_a_part_that_fails_costs_the_others_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "stamp", dict)
+    part = run.Part(tmp_path, "big", SimpleNamespace(start_seconds=1.0))  # type: ignore[arg-type]
+    part.take("planted", lambda: 1 / 0)
+    part.take("truth", lambda batch: {"batch": batch}, 16)
+    written = json.loads((tmp_path / "big.json").read_text())
+    assert written["steps"]["planted"]["error"] == "ZeroDivisionError: division by zero"
+    assert "planted" not in written
+    assert written["truth"] == {"batch": 16}
+    assert "error" not in written["steps"]["truth"]
+
+
+def test_the_speed_of_an_engine_that_was_never_captured_is_measured_before_its_first_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = StandIn(tmp_path, "kernels", ranks=1)
+    verify = {"seconds": 2e-3, "busy_seconds": 1e-3, "kernel_seconds": 1e-3, "kernels": 2, "classes": {"gemm": 1e-3}}
+    result = {
+        "cycles": 1,
+        "rows": {"min": 1, "max": 1},
+        "stall_seconds": {"stop": 0.1},
+        "trace_bytes": 1,
+        "phases": {"target_verify": verify},
+        "unclassified": [],
+        "top": [],
+        "problems": [],
+    }
+
+    def capture(_arguments: Any) -> tuple[dict[str, Any], Path]:
+        engine.log.append("capture")
+        return result, tmp_path
+
+    monkeypatch.setattr(profile, "capture", capture)
+    monkeypatch.setattr(captures, "_REQUEST_SECONDS", 0.0)
+    report: dict[str, Any] = {}
+    captures.run(engine, tmp_path, report, lambda: None, deadline=time.time() + 600, batches={1: 8, 16: 8}, rounds=1)
+    before = engine.log[: engine.log.index("capture")]
+    assert [entry for entry in before if entry.startswith("on:")] == ["on:1"] * captures.NEVER + [
+        "on:16"
+    ] * captures.NEVER
+    for batch in (1, 16):
+        cost = report["steps"][f"cost_batch{batch}"]
+        assert cost["never_captured_tok_s"] == [99.0] * captures.NEVER
+        assert cost["after_over_never"] == 1.0
+        assert len(cost["rounds"]) == 1
+
+
+def test_what_takes_too_long_raises() -> None:
+    with pytest.raises(TimeoutError, match="the start"), driver.limited(0.05, "the start"):
+        time.sleep(30)
+    with driver.limited(0.2, "a request"):
+        pass
+    time.sleep(0.3)  # the limit is gone with the block
 
 
 def test_a_part_without_a_gpu_does_not_get_among_the_results(tmp_path: Path) -> None:
@@ -398,6 +477,76 @@ def test_a_rank_that_fails_or_stays_in_another_mode_makes_the_command_fail(tmp_p
         driver.joined([{"mode": "raw"}, failed])
     with pytest.raises(RuntimeError, match=r"different modes: \['raw', 'on'\]"):
         driver.joined([{"mode": "raw"}, {"mode": "on"}])
+
+
+def test_an_engine_of_which_a_process_ended_is_not_waited_for(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, 1)
+    engine._processes = [SimpleNamespace(name="scheduler", exitcode=None)]
+    engine._check()
+    engine._processes = [SimpleNamespace(name="scheduler", exitcode=-11)]
+    with pytest.raises(RuntimeError, match=r"ended with \{'scheduler': -11\}"):
+        engine.command(mode="on")
+    assert not (tmp_path / "switch").exists()
+
+
+def test_an_engine_that_failed_a_request_is_not_asked_again(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, 1)
+    with pytest.raises(RuntimeError, match="a request failed: OSError: gone"), engine._or_dead():
+        raise OSError("gone")
+    with pytest.raises(RuntimeError, match="a request failed: OSError: gone"):
+        engine.request(1, 8)
+
+
+def test_multicast_stays_off_where_it_must(switch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "sglang.srt.distributed.device_communicators.triton_symm_mem_ag"
+    for end in range(1, len(name.split(".")) + 1):
+        package = ModuleType(".".join(name.split(".")[:end]))
+        monkeypatch.setitem(sys.modules, package.__name__, package)
+    gatherer = type("MultimemAllGatherer", (), {"_build": lambda _self, _x: "a multicast buffer"})
+    vars(sys.modules[name])["MultimemAllGatherer"] = gatherer
+    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
+    switch._keep_multicast_off()
+    assert gatherer()._build(None) == "a multicast buffer"
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", driver.NO_MULTICAST["TORCH_SYMM_MEM_DISABLE_MULTICAST"])
+    switch._keep_multicast_off()
+    assert gatherer()._build(None) is None
+
+
+def test_offsets_are_read_of_slots_that_are_given_back_while_others_run(switch: ModuleType) -> None:
+    clock = HostClock(slots=2, marks=4)
+    offsets = switch.Offsets(clock)
+    slots = []
+    for number in (0, 1):
+        slot = clock.acquire()
+        assert slot is not None
+        slots.append(slot)
+        clock.mark(slot, 1_000_000_000)
+        clock.mark(slot, 1_000_000_000 + (number + 1) * 1_000_000)
+        offsets.watch(slot, number)
+    clock.release(slots[0])
+    again = clock.acquire()
+    assert again is slots[0]
+    found = offsets.finish()
+    assert found == {0: pytest.approx([0.0, 1e-3]), 1: pytest.approx([0.0, 2e-3])}
+    clock.release(again)
+    assert clock.acquire() is again
+
+
+def test_what_is_recorded_is_what_the_recorder_was_given(switch: ModuleType, tmp_path: Path) -> None:
+    recorder = make_recorder(tmp_path)
+    session = SimpleNamespace(recorder=recorder)
+    switch._start_recording(session)
+    taken = PhaseTimes(cycle=0.006, phases=[0.001] * 6, host=[0.002] * 6, gap=1e-5)
+    recorder.add_cycle(CycleRecord(2, 3, 4), Acceptance((1, 0), (9, 7)), taken)
+    recorder.add_cycle(CycleRecord(1, 3, 4), Acceptance(excluded="no_live_row"), None)
+    (only,) = switch.State.records
+    assert (only["rows"], only["accepted"], only["context"]) == (2, [1, 0], [9, 7])
+    assert (only["phases"], only["host"], only["gap"]) == (taken.phases, taken.host, 1e-5)
+    assert value(recorder, "eagle_drafts_total") == 2, "the recorder still counts"
+    switch._start_recording(session)
+    assert switch.State.records == []
+    recorder.add_cycle(CycleRecord(1, 3, 4), Acceptance((2,), (9,)), taken)
+    assert len(switch.State.records) == 1
 
 
 def test_every_place_of_a_fault_that_the_part_tp_uses_exists(switch: ModuleType, tmp_path: Path) -> None:

@@ -147,6 +147,22 @@ def test_a_phase_lasts_until_the_work_launched_in_it_is_done() -> None:
     assert [part.busy for part in result.phases[:3]] == [20_000, 10_000, 0]
 
 
+def test_a_phase_lasts_until_its_graph_is_done_also_on_streams_of_the_graphs_own() -> None:
+    """A graph with branches shows some kernels on other streams; the one it was launched on waits for all."""
+    cycle = Cycle((0, 1000, 2000), (DRAFT, VERIFY))
+    one = trace(
+        launch(1, 0, duration=10),
+        kernel(1, 100, 50, stream=7),
+        launch(2, 20, duration=10),
+        kernel(2, 200, 5000, stream=30),
+        kernel(2, 5200, 800, stream=31),
+        launch(3, 1000, duration=10),
+        kernel(3, 6000, 70, stream=7),
+    )
+    found = analyse(one, [cycle], Classifier(), cuda=True)
+    assert found.boundaries == [[0, 6000, 6070]]
+
+
 def test_copies_beside_the_forward_stream_move_no_boundary() -> None:
     result = of(launch(1, 2_000), kernel(1, 3_000, 900), launch(2, 2_500), kernel(2, 3_000, 600, stream=9))
     assert result.boundaries[0][1] == 10_000

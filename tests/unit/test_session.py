@@ -13,7 +13,7 @@ import pytest
 from eagle_exporter import catalogue, control
 from eagle_exporter.control import Control
 from eagle_exporter.hooks import points
-from eagle_exporter.hooks.session import FLUSH_RESULTS, RECORD, Session
+from eagle_exporter.hooks.session import FLUSH_RESULTS, POLL_EVERY, RECORD, Session
 from eagle_exporter.timing.budget import FUSE_ERRORS, Budget
 from eagle_exporter.timing.clocks import HostClock
 from eagle_exporter.timing.cycle import CycleTimer
@@ -206,6 +206,11 @@ class Rig:
     def start(self) -> None:
         timer = CycleTimer(self.clock, self.recorder, self.budget)
         self.session.start(timer, self.recorder, self.budget, Control(self.directory), recording=True)
+
+    def tell(self, *commands: str) -> None:
+        """Give commands, which the next cycle sees: it might be the one in `POLL_EVERY` that looks."""
+        control.write(self.directory, list(commands))
+        self.session._cycles_to_poll = 0
 
     def value(self, name: str, *labels: str) -> float:
         """Return a value after the results that wait have been recorded."""
@@ -803,37 +808,56 @@ def test_waiting_results_never_exhaust_the_clocks_pool(tmp_path: Path) -> None:
     assert rig.value("eagle_cycles_dropped_total", "not_complete") == 0
 
 
-def test_a_result_that_cannot_be_recorded_costs_the_others_nothing(
+def test_a_cycle_whose_times_cannot_be_read_costs_the_others_nothing(
     patient: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_cycle, calls = patient.recorder.add_cycle, 0
+    offsets, calls = patient.clock.offsets, 0
 
-    def fails_once(*arguments: Any) -> None:
+    def fails_once(slot: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise RuntimeError("our own error")
-        add_cycle(*arguments)
+        return offsets(slot)
 
-    monkeypatch.setattr(patient.recorder, "add_cycle", fails_once)
+    monkeypatch.setattr(patient.clock, "offsets", fails_once)
+    for _ in range(5):
+        patient.engine.cycle(batch())
+    assert patient.value("eagle_cycles_total") == 5
+    assert patient.value("eagle_accepted_tokens_total") == 10
+    assert patient.histogram("eagle_cycle_duration_seconds")[0] == 4
+    assert patient.errors() == {"accept": 1}
+    assert patient.clock.free >= patient.clock.slots - 1
+
+
+def test_a_result_that_cannot_be_costs_the_others_nothing(patient: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, calls = patient.engine.process, 0
+
+    def one_too_many(engine: Any, one: Batch, result: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            result.num_correct_drafts_per_req_cpu.append(1)
+        return process(engine, one, result)
+
+    monkeypatch.setattr(patient.engine, "process", one_too_many)
     for _ in range(5):
         patient.engine.cycle(batch())
     assert patient.value("eagle_cycles_total") == 4
     assert patient.errors() == {"accept": 1}
-    assert patient.clock.free >= patient.clock.slots - 1
 
 
 # --- off and on ------------------------------------------------------------------------------------------
 def test_off_takes_effect_with_the_next_cycle_and_on_undoes_it(rig: Rig) -> None:
     rig.engine.cycle(batch())
-    control.write(rig.directory, ["off"])
+    rig.tell("off")
     calls = len(rig.engine.calls)
     rig.engine.cycle(batch())
     assert len(rig.engine.calls) > calls
     assert rig.value("eagle_cycles_total") == 1
     assert rig.value("eagle_timing_enabled", "off") == 1
     assert rig.value("eagle_timing_enabled", "on") == 0
-    control.write(rig.directory, ["on"])
+    rig.tell("on")
     rig.engine.cycle(batch())
     assert rig.value("eagle_cycles_total") == 2
     assert rig.value("eagle_timing_enabled", "on") == 1
@@ -842,8 +866,20 @@ def test_off_takes_effect_with_the_next_cycle_and_on_undoes_it(rig: Rig) -> None
     assert rig.value("eagle_output_tokens_total") == 6
 
 
-def test_off_is_seen_by_an_idle_server(rig: Rig) -> None:
+def test_a_command_is_seen_within_so_many_cycles(rig: Rig) -> None:
+    rig.engine.cycle(batch())
     control.write(rig.directory, ["off"])
+    for _ in range(POLL_EVERY):
+        rig.engine.cycle(batch())
+    assert rig.value("eagle_timing_enabled", "off") == 1
+    control.write(rig.directory, ["on"])
+    for _ in range(POLL_EVERY):
+        rig.engine.cycle(batch())
+    assert rig.value("eagle_timing_enabled", "on") == 1
+
+
+def test_off_is_seen_by_an_idle_server(rig: Rig) -> None:
+    rig.tell("off")
     rig.engine.next_plan = plan([])
     rig.engine.plan(rig.engine, None)
     assert rig.value("eagle_timing_enabled", "off") == 1
@@ -866,7 +902,7 @@ def test_off_between_launch_and_result_loses_that_cycle_only(rig: Rig) -> None:
 def test_commands_do_not_raise_hooks_that_are_down(rig: Rig) -> None:
     rig.budget.set_state("hooks_down")
     for command in ("on", "off"):
-        control.write(rig.directory, [command])
+        rig.tell(command)
         rig.engine.cycle(batch())
         assert rig.value("eagle_timing_enabled", "hooks_down") == 1
 

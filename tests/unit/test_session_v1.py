@@ -290,7 +290,7 @@ def test_an_error_of_ours_at_the_launch_costs_the_cycle_and_no_answer(
         raise RuntimeError("our own")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "_steps_of", broken)
+        patch.setattr(CycleTimer, "open", broken)
         rig.engine.cycle(batch())
     rig.engine.cycle(batch())
     assert rig.value("eagle_cycles_total") == 1
