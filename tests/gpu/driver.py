@@ -6,13 +6,19 @@ the flow of a part: what it prints is no figure.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import multiprocessing
 import os
+import shutil
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.gpu import figures, models
 
@@ -23,6 +29,13 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
 matter."""
 _COMMAND_SECONDS = 60.0
 _SETTLE_SECONDS = 5.0
+_START_SECONDS = 280.0
+_REQUEST_SECONDS = 120.0
+_MODEL_BYTES = {"llama3-8b": 16e9, "small": 2e9}
+"""Room that a model pair needs."""
+_kept: list[Any] = []
+"""What is left of engines that ended on their own: ZeroMQ would wait forever to hand on what they were still sent, were
+they collected."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +60,13 @@ class Platform:
 
 
 def _build_for_gpu(shape: str) -> Path:
-    models.build(MODELS / shape, shape)
-    return MODELS / shape
+    directory = MODELS / shape
+    MODELS.mkdir(parents=True, exist_ok=True)
+    if not directory.exists() and shutil.disk_usage(MODELS).free < _MODEL_BYTES[shape]:
+        directory = Path("/tmp/eagle-models") / shape
+        print(f"{MODELS} is too small: {directory}", flush=True)
+    models.build(directory, shape)
+    return directory
 
 
 CUDA = Platform(
@@ -122,7 +140,13 @@ class Engine:
         name: Name of the server in the registry.
         ranks: Tensor-parallel ranks.
         start_seconds: How long the start took.
+        died: Why it serves nothing any more, "" while it does.
     """
+
+    started: ClassVar[list[Engine]] = []
+    """Those that are not closed."""
+    died = ""
+    _processes: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -158,7 +182,7 @@ class Engine:
         for path in self.switch.parent.glob(f"{self.switch.name}*"):
             path.unlink()  # what an earlier run was told
         values = {
-            **(NO_MULTICAST if ranks > 1 else {}),
+            **({**NO_MULTICAST, "NCCL_DEBUG": "WARN"} if ranks > 1 else {}),
             **platform.environment,
             "EAGLE_GPU_SWITCH": str(self.switch),
             "EAGLE_EXPORTER_ENABLED": "1",
@@ -172,8 +196,19 @@ class Engine:
         os.environ.update(values)
         import sglang
 
+        _survive_a_failed_start()
         pair = platform.build(shape)
         begin = time.time()
+        with self._taking_back(), limited(_START_SECONDS, f"the start of engine {name}"):
+            self._start(sglang, pair, steps, topk, draft_tokens, extra)
+        self.start_seconds = time.time() - begin
+        self.started.append(self)
+        self._processes = multiprocessing.active_children()
+        print(f"[{name}] engine up in {self.start_seconds:.1f} s", flush=True)
+
+    def _start(
+        self, sglang: Any, pair: Path, steps: int, topk: int, draft_tokens: int, extra: Mapping[str, Any]
+    ) -> None:
         self.engine = sglang.Engine(
             model_path=str(pair / "target"),
             speculative_algorithm="EAGLE3",
@@ -187,11 +222,38 @@ class Engine:
             random_seed=1,
             # SGLang's own all-reduce would make every NCCL setting irrelevant.
             disable_custom_all_reduce=True,
-            tp_size=ranks,
-            **({**platform.arguments, **extra}),
+            tp_size=self.ranks,
+            **({**self.platform.arguments, **extra}),
         )
-        self.start_seconds = time.time() - begin
-        print(f"[{name}] engine up in {self.start_seconds:.1f} s", flush=True)
+        # SGLang's own handlers end this process when a rank ends: what is still to be measured would be lost.
+        if hasattr(self.engine.tokenizer_manager, "signal_handler_class"):
+            self.engine.tokenizer_manager.signal_handler_class = lambda manager: _Handlers(self, manager)
+
+    @contextlib.contextmanager
+    def _taking_back(self) -> Iterator[None]:
+        """Leave nothing of a start that failed."""
+        try:
+            yield
+        except BaseException as error:
+            _kept.append(error)
+            _end_children()
+            self._restore()
+            raise
+
+    def _restore(self) -> None:
+        for variable, value in self._before.items():
+            if value is None:
+                os.environ.pop(variable, None)
+            else:
+                os.environ[variable] = value
+
+    def _check(self) -> None:
+        """Raise when the engine serves nothing any more."""
+        codes = {process.name: process.exitcode for process in self._processes if process.exitcode}
+        if codes and not self.died:
+            self.died = f"processes of the engine ended with {codes}"
+        if self.died:
+            raise RuntimeError(self.died)
 
     # --- commands ----------------------------------------------------------------------------------------
     def command(self, **command: Any) -> dict[str, Any]:
@@ -205,11 +267,13 @@ class Engine:
             RuntimeError: A rank failed, or the ranks are not in one mode.
             TimeoutError: A rank does not answer.
         """
+        self._check()
         self.sequence += 1
         temporary = self.switch.with_suffix(".tmp")
         temporary.write_text(json.dumps({"sequence": self.sequence, **command}))
         temporary.rename(self.switch)
         deadline = time.time() + _COMMAND_SECONDS
+        check = time.time() + 1.0
         while True:
             answers = [self._answer(rank) for rank in range(self.ranks)]
             missing = [rank for rank, answer in enumerate(answers) if answer is None]
@@ -217,6 +281,9 @@ class Engine:
                 return joined([answer for answer in answers if answer is not None])
             if time.time() > deadline:
                 raise TimeoutError(f"no answer of rank(s) {missing} to {command}")
+            if time.time() > check:
+                check = time.time() + 1.0
+                self._check()
             time.sleep(0.002)
 
     def _answer(self, rank: int) -> dict[str, Any] | None:
@@ -255,13 +322,15 @@ class Engine:
     # --- requests ----------------------------------------------------------------------------------------
     def request(self, batch: int, tokens: int) -> dict[str, Any]:
         """Generate, check the tokens, and return tok/s with what each rank's registry gained meanwhile."""
+        self._check()
         prompts = [self.platform.prompt(index) for index in range(batch)]
         before = self.settled()
-        begin = time.perf_counter()
-        outputs = self.engine.generate(
-            input_ids=prompts, sampling_params={"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        )
-        wall = time.perf_counter() - begin
+        with self._or_dead():
+            begin = time.perf_counter()
+            outputs = self.engine.generate(
+                input_ids=prompts, sampling_params={"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+            )
+            wall = time.perf_counter() - begin
         after = self.settled()
         meta = [output["meta_info"] for output in outputs]
         by_rank = [gained(old, new) for old, new in zip(before, after, strict=True)]
@@ -278,14 +347,92 @@ class Engine:
             "gained_by_rank": by_rank,
         }
 
+    @contextlib.contextmanager
+    def _or_dead(self) -> Iterator[None]:
+        """Serve something; an engine that raises or does not answer is not asked again."""
+        try:
+            with limited(_REQUEST_SECONDS, "a request"):
+                yield
+        except Exception as error:
+            self.died = self.died or f"a request failed: {type(error).__name__}: {error}"
+            raise RuntimeError(self.died) from error
+
     def close(self) -> None:
         """End it and take its variables back."""
-        self.engine.shutdown()
-        for variable, value in self._before.items():
-            if value is None:
-                os.environ.pop(variable, None)
-            else:
-                os.environ[variable] = value
+        if self in self.started:
+            self.started.remove(self)
+        if self.died:
+            _kept.append(self.engine)
+        try:
+            self.engine.shutdown()
+        except Exception as error:  # what it has measured counts
+            print(f"[{self.name}] shutdown: {type(error).__name__}: {error}", flush=True)
+        self._restore()
+
+
+def close_all() -> None:
+    """End what a part has left running."""
+    for engine in Engine.started[:]:
+        engine.close()
+
+
+@contextlib.contextmanager
+def limited(seconds: float, what: str) -> Iterator[None]:
+    """Raise `TimeoutError` in what takes longer; in the main thread only, elsewhere there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"{what} took longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class _Handlers:
+    """In place of SGLang's ``SignalHandler``: a rank that ended makes the request fail, and this process goes on."""
+
+    def __init__(self, engine: Engine, manager: Any) -> None:
+        self._engine = engine
+        self._manager = manager
+
+    def sigterm_handler(self, *_: object) -> None:
+        self._manager.gracefully_exit = True
+
+    def running_phase_sigquit_handler(self, *_: object) -> None:
+        self._engine.died = self._engine.died or "a process of the engine ended"
+        asyncio.get_running_loop().stop()
+
+
+def _survive_a_failed_start() -> None:
+    """Let a start that fails raise: SGLang's handler would end this process (``entrypoints/engine.py``)."""
+    from sglang.srt.entrypoints import engine
+
+    original = engine.kill_process_tree
+    if hasattr(original, "eagle_gpu_wrapped"):
+        return
+
+    def kill_process_tree(pid: int, include_parent: bool = True, *args: Any, **kwargs: Any) -> Any:
+        if pid != os.getpid() or not include_parent:
+            return original(pid, include_parent, *args, **kwargs)
+        original(pid, False)
+        raise RuntimeError("a process of the engine ended while it started")
+
+    kill_process_tree.eagle_gpu_wrapped = True  # type: ignore[attr-defined]
+    engine.kill_process_tree = kill_process_tree
+
+
+def _end_children() -> None:
+    from sglang.srt.utils import kill_process_tree
+
+    with contextlib.suppress(Exception):
+        kill_process_tree(os.getpid(), include_parent=False, wait_timeout=30)
 
 
 def joined(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 Every step adds to the report and writes it, so a run that is cut keeps what it has. In this order:
 
+    never    tok/s of an engine that was never captured, at each batch size
     sums     one capture whose class sums are held against the profiler's own totals (``key_averages``), and against a
              count of the events in the kept trace
     classes  what each phase consists of, the share of verify without a class, and those kernels by name, at each batch
              size
-    cost     tok/s, cycle and hook time before, during and after a capture, in rounds; the last rounds after several
-             captures show whether anything stays
     failure  a profiler that fails to start costs the capture only
+    cost     tok/s, cycle and hook time before, during and after a capture, in rounds; the last rounds after several
+             captures, beside the engine that was never captured, show whether anything stays
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 CYCLES = 10
 TOLERANCE = 1e-9
 """Relative: the profiler's totals are microseconds in floating point."""
+NEVER = 5
+"""Requests to an engine that was never captured."""
+_REQUEST_SECONDS = 0.3
+_ANSWER_SECONDS = 90.0
 
 
 class Server(Protocol):
@@ -59,7 +64,7 @@ class Captured:
         self.result: dict[str, Any] = {}
         self.error = ""
         self.directory = root
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
         try:
@@ -70,11 +75,13 @@ class Captured:
     def __enter__(self) -> Self:
         self._thread.start()
         # The request is in the control file before the traffic begins.
-        time.sleep(0.3)
+        time.sleep(_REQUEST_SECONDS)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.join()
+        self._thread.join(_ANSWER_SECONDS)
+        if self._thread.is_alive():
+            self.error = f"the capture has no result after {_ANSWER_SECONDS:g} s"
 
     def trace(self) -> list[dict[str, Any]]:
         """Return the events of the kept trace."""
@@ -104,6 +111,42 @@ def run(
         batches: Batch size -> tokens per request.
         rounds: Rounds of the cost, with one capture each.
     """
+    steps, step = _stepper(report, save)
+    server.command(mode="on")
+    for batch, tokens in batches.items():
+        step(f"never_batch{batch}", partial(never, server, batch, tokens))
+    step("sums", lambda: sums(server, root, batches))
+    for batch, tokens in batches.items():
+        step(f"classes_batch{batch}", partial(classes, server, root, batch, tokens))
+    step("failure", lambda: failure(server, root, batches))
+    for batch, tokens in batches.items():
+        speeds = steps[f"never_batch{batch}"].get("tok_s") or []
+        step(f"cost_batch{batch}", partial(cost, server, root, batch, tokens, rounds, deadline, speeds))
+
+
+def host_bound(
+    server: Server, root: Path, report: dict[str, Any], save: Callable[[], None], *, tokens: int, deadline: float
+) -> None:
+    """What captures cost an engine that is bound by the host: hook time and cycle time show it.
+
+    Args:
+        server: The engine, warm.
+        root: Its registry.
+        report: Gets the figures, under ``steps``.
+        save: Writes all figures.
+        tokens: Of each request.
+        deadline: ``time.time`` after which no round begins.
+    """
+    steps, step = _stepper(report, save)
+    server.command(mode="on")
+    step("never", lambda: never(server, 1, tokens))
+    step("cost", lambda: cost(server, root, 1, tokens, 4, deadline, steps["never"].get("tok_s") or []))
+
+
+def _stepper(
+    report: dict[str, Any], save: Callable[[], None]
+) -> tuple[dict[str, Any], Callable[[str, Callable[[], Any]], None]]:
+    """Return the steps of a report, and what takes one: it writes the report, and one that fails stops nothing."""
     steps = report.setdefault("steps", {})
 
     def step(name: str, function: Callable[[], Any]) -> None:
@@ -112,16 +155,17 @@ def run(
             steps[name] = function()
         except Exception as error:
             steps[name] = {"error": f"{type(error).__name__}: {error}"}
-        print(f"[kernels] {name} in {time.time() - begin:.0f} s: {json.dumps(steps[name])[:2000]}", flush=True)
+        shown = json.dumps(steps[name], default=str)[:2000]
+        print(f"[kernels] {name} in {time.time() - begin:.0f} s: {shown}", flush=True)
         save()
 
-    server.command(mode="on")
-    step("sums", lambda: sums(server, root, batches))
-    for batch, tokens in batches.items():
-        step(f"classes_batch{batch}", partial(classes, server, root, batch, tokens))
-    for batch, tokens in batches.items():
-        step(f"cost_batch{batch}", partial(cost, server, root, batch, tokens, rounds, deadline))
-    step("failure", lambda: failure(server, root, batches))
+    return steps, step
+
+
+def never(server: Server, batch: int, tokens: int) -> dict[str, Any]:
+    """Speed before the first capture of the engine."""
+    rows = [_measured(server.request(batch, tokens)) for _ in range(NEVER)]
+    return {"tok_s": [row["tok_s"] for row in rows], "requests": rows}
 
 
 def sums(server: Server, root: Path, batches: Mapping[int, int]) -> dict[str, Any]:
@@ -193,10 +237,27 @@ def classes(server: Server, root: Path, batch: int, tokens: int) -> dict[str, An
     }
 
 
-def cost(server: Server, root: Path, batch: int, tokens: int, rounds: int, deadline: float) -> dict[str, Any]:
-    """Speed before, during and after a capture; each round is a request before, one with a capture, and two after."""
+def cost(
+    server: Server,
+    root: Path,
+    batch: int,
+    tokens: int,
+    rounds: int,
+    deadline: float,
+    speeds: Sequence[float],
+) -> dict[str, Any]:
+    """Speed before, during and after a capture; each round is a request before, one with a capture, and two after.
+
+    Args:
+        server: The engine.
+        root: Its registry.
+        batch: Requests sent together.
+        tokens: Of each.
+        rounds: At most.
+        deadline: No round begins after it.
+        speeds: Tok/s before the first capture, none where they are not known.
+    """
     rows: list[dict[str, Any]] = []
-    first = [server.request(batch, tokens)["tok_s"] for _ in range(3)]
     for _ in range(rounds):
         if time.time() > deadline:
             break
@@ -207,10 +268,9 @@ def cost(server: Server, root: Path, batch: int, tokens: int, rounds: int, deadl
         row["after"] = _measured(server.request(batch, tokens))
         row["later"] = _measured(server.request(batch, tokens))
         rows.append(row)
-    never = statistics.median(first)
-    report: dict[str, Any] = {"never_captured_tok_s": first, "rounds": rows}
+    report: dict[str, Any] = {"never_captured_tok_s": list(speeds), "rounds": rows}
     for moment in ("before", "during", "after", "later"):
-        ratios = [row[moment]["tok_s"] / never for row in rows]
+        ratios = [row[moment]["tok_s"] / statistics.median(speeds) for row in rows] if speeds else []
         report[f"{moment}_over_never"] = statistics.median(ratios) if ratios else None
     pairs = [row["after"]["tok_s"] / row["before"]["tok_s"] for row in rows]
     if pairs:

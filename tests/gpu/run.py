@@ -11,6 +11,7 @@ import argparse
 import bisect
 import json
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu import driver, tensor_parallel
+from tests.gpu import events as single_events
 from tests.gpu import kernels as captures
 from tests.gpu.driver import Engine
 from tests.gpu.figures import PHASES, UNCOUNTED, acceptance, bootstrap, gain, means, write
@@ -88,24 +90,56 @@ def alternate(
     return report
 
 
+class Part:
+    """Figures of one part, written after every step; a step that fails costs the others nothing."""
+
+    def __init__(self, out: Path, name: str, engine: Engine) -> None:
+        self._path = out / f"{name}.json"
+        self._begin = time.time()
+        self.report: dict[str, Any] = {"start_seconds": engine.start_seconds, "steps": {}}
+
+    def take(self, name: str, do: Callable[..., Any], *arguments: Any) -> None:
+        """Take one step; its figures, or why there are none, go into the report."""
+        started = time.time()
+        outcome: dict[str, Any] = {}
+        try:
+            self.report[name] = do(*arguments)
+        except Exception as error:
+            traceback.print_exc()
+            outcome["error"] = f"{type(error).__name__}: {error}"[:2000]
+        self.report["steps"][name] = {"seconds": round(time.time() - started, 1), **outcome}
+        write(self._path, {**self.report, **stamp(), "seconds": time.time() - self._begin})
+
+
+def served(engine: Engine, batch: int, tokens: int) -> dict[str, Any]:
+    """Figures of one request."""
+    result = engine.request(batch, tokens)
+    return {
+        "means": means(result["gained"]),
+        "acceptance": answer_acceptance(result),
+        "tok_s": result["tok_s"],
+    }
+
+
+def strict_sync(engine: Engine) -> dict[str, Any]:
+    """No hook synchronises: the registry's own errors would tell."""
+    engine.command(mode="on", strict_sync=True)
+    return served(engine, 2, 200)
+
+
 def smoke(out: Path, budget: float) -> dict[str, Any]:
     """The small model: does everything work at all?"""
     del budget
     engine = Engine("smoke", "small")
-    report: dict[str, Any] = {"start_seconds": engine.start_seconds}
+    part = Part(out, "smoke", engine)
+    report = part.report
     engine.request(1, 64)
     report["graphs"] = engine.command(mode="on").get("draft_graphs")
     for batch in (1, 4):
-        result = engine.request(batch, 300)
-        report[f"batch{batch}"] = {
-            "means": means(result["gained"]),
-            "acceptance": answer_acceptance(result),
-            "tok_s": result["tok_s"],
-        }
-    report["parts_us"] = engine.command(parts=True)["parts"]
-    engine.command(strict_sync=True)
-    result = engine.request(2, 200)
-    report["strict_sync"] = {"means": means(result["gained"]), "acceptance": answer_acceptance(result)}
+        part.take(f"batch{batch}", served, engine, batch, 300)
+    part.take("parts_us", lambda: engine.command(parts=True)["parts"])
+    part.take("in_place", in_place, engine)
+    part.take("strict_sync", strict_sync, engine)
     print(json.dumps(report, indent=1), flush=True)
     (out / "registry.json").write_text(
         json.dumps({f"{name}{list(labels)}": value for (name, labels), value in engine.registry()[0].items()}, indent=0)
@@ -118,54 +152,73 @@ def big(out: Path, budget: float) -> dict[str, Any]:
     """Llama-3-8B shape, overlap on: cost, planted faults, recording, truth."""
     begin = time.time()
     engine = Engine("big", "llama3-8b")
-    report: dict[str, Any] = {"start_seconds": engine.start_seconds}
+    part = Part(out, "big", engine)
     engine.request(1, 200)
     engine.request(16, 100)
-    answer = engine.command(mode="on")
-    report["graphs"] = answer.get("draft_graphs")
+    part.report["graphs"] = engine.command(mode="on").get("draft_graphs")
+    part.take("mark_us", mark_costs, engine)
+    part.take("parts_us", lambda: engine.command(mode="on", parts=True)["parts"])
+    compared = ["raw", "on", "raw#control", "auto"]
+    others = ["raw", "host", "sync", "device_timer", "off"]
+    # What runs first is what matters most if time runs out.
+    part.take("cost_batch1", alternate, engine, compared, 1, 800, 15, begin + budget * 0.72)
+    part.take("planted", planted, engine)
+    part.take("planted_sync", planted_sync, engine)
+    part.take("device_timer", against_device_timer, engine)
+    part.take("recording", record, engine, out)
+    part.take("cost_batch16", alternate, engine, compared, 16, 400, 5, begin + budget * 0.9)
+    part.take("cost_other_modes", alternate, engine, others, 1, 800, 3, begin + budget * 0.98)
+    # After a profile CUPTI slows every CUDA call of the process, so this comes last.
+    part.take("truth", truth, engine, out, 16)
+    part.take("strict_sync", strict_sync, engine)
+    engine.close()
+    return part.report
+
+
+def mark_costs(engine: Engine) -> dict[str, float]:
+    """Microseconds of each mark where it happens, by its number."""
     engine.command(watch_marks=True)
     engine.request(1, 400)
     marks = engine.command(mark_costs=True)["mark_costs"]
-    report["mark_us"] = {index: round(statistics.median(values) / 1e3, 2) for index, values in marks.items()}
-    print("  marks (us, median, by number)", report["mark_us"], flush=True)
-    report["parts_us"] = engine.command(mode="on", parts=True)["parts"]
-    # What runs first is what matters most if time runs out.
-    report["cost_batch1"] = alternate(engine, ["raw", "on", "raw#control", "auto"], 1, 800, 15, begin + budget * 0.72)
-    report["planted"] = planted(engine)
-    report["planted_sync"] = planted_sync(engine)
-    report["device_timer"] = against_device_timer(engine)
-    report["recording"] = record(engine, out)
-    report["cost_batch16"] = alternate(engine, ["raw", "on", "raw#control", "auto"], 16, 400, 5, begin + budget * 0.9)
-    report["cost_other_modes"] = alternate(
-        engine, ["raw", "host", "sync", "device_timer", "off"], 1, 800, 3, begin + budget * 0.98
-    )
-    # After a profile CUPTI slows every CUDA call of the process, so this comes last.
-    report["truth"] = truth(engine, out, 16)
-    engine.command(mode="on", strict_sync=True)
-    result = engine.request(2, 200)
-    report["strict_sync"] = {"means": means(result["gained"]), "acceptance": answer_acceptance(result)}
-    engine.close()
+    report = {index: round(statistics.median(values) / 1e3, 2) for index, values in marks.items()}
+    print("  marks (us, median, by number)", report, flush=True)
     return report
 
 
 def variant(name: str, **options: Any) -> Any:
     """Return a part that measures one other configuration."""
 
-    def part(out: Path, budget: float) -> dict[str, Any]:
-        del out
+    def measure(out: Path, budget: float) -> dict[str, Any]:
         begin = time.time()
         engine = Engine(name, **options)
-        report: dict[str, Any] = {"start_seconds": engine.start_seconds}
+        part = Part(out, name, engine)
         engine.request(1, 200)
         engine.command(mode="on")
         engine.request(16, 50)
-        report["cost_batch1"] = alternate(engine, ["raw", "on", "auto"], 1, 800, 5, begin + budget * 0.85)
-        report["cost_batch16"] = alternate(engine, ["raw", "on", "auto"], 16, 300, 3, begin + budget)
-        report["parts_us"] = engine.command(parts=True)["parts"]
+        compared = ["raw", "on", "auto"]
+        part.take("cost_batch1", alternate, engine, compared, 1, 800, 5, begin + budget * 0.85)
+        part.take("cost_batch16", alternate, engine, compared, 16, 300, 3, begin + budget)
+        part.take("parts_us", lambda: engine.command(parts=True)["parts"])
         engine.close()
-        return report
+        return part.report
 
-    return part
+    return measure
+
+
+def in_place(engine: Engine, batches: tuple[int, ...] = (1, 16)) -> dict[str, Any]:
+    """Microseconds and calls per cycle of each part of the hooks' work, where it happens, every cycle timed.
+
+    The watching costs something itself, most where calls are many: half a microsecond each.
+    """
+    engine.command(mode="on", watch_parts=True)
+    report = {}
+    for batch in batches:
+        engine.command(part_costs=True)
+        engine.request(batch, 400)
+        report[f"batch{batch}"] = engine.command(part_costs=True)["part_costs"]
+        print(f"  in place, batch {batch}", json.dumps(report[f"batch{batch}"]), flush=True)
+    engine.command(mode="on")
+    return report
 
 
 def planted(engine: Engine) -> dict[str, Any]:
@@ -339,6 +392,7 @@ def tp(out: Path, budget: float, *, gpus: int = 0, without_gpu: bool = False) ->
 
     plan = tensor_parallel.TRIAL if without_gpu else tensor_parallel.FULL
     tensor_parallel.run(start, out, budget, report, save, plan=plan)
+    keep_traces(out, "tp")
     failed = [name for name, step in report["steps"].items() if "error" in step]
     print(f"[tp] {path}; steps that failed or were not run: {', '.join(failed) or 'none'}", flush=True)
     return report
@@ -355,7 +409,7 @@ def kernels(out: Path, budget: float, *, without_gpu: bool = False) -> dict[str,
 
     engine = Engine("kernels", "llama3-8b", platform=platform)
     report["start_seconds"] = engine.start_seconds
-    batches = {2: 40} if without_gpu else {1: 800, 16: 400}
+    batches = {2: 120} if without_gpu else {1: 800, 16: 400}
     for batch in batches:
         engine.request(batch, 40 if without_gpu else 200)
     captures.run(
@@ -367,7 +421,30 @@ def kernels(out: Path, budget: float, *, without_gpu: bool = False) -> dict[str,
         batches=batches,
         rounds=1 if without_gpu else 4,
     )
+    keep_traces(out, "kernels")
     engine.close()
+    if not without_gpu and time.time() < begin + budget - HOST_BOUND_SECONDS:
+        bound = Engine("kernels_small", "small")
+        report["host_bound"] = {"start_seconds": bound.start_seconds}
+        bound.request(1, 200)
+        captures.host_bound(bound, driver.REGISTRY, report["host_bound"], save, tokens=800, deadline=begin + budget)
+        report["steps"] |= {f"host_bound_{name}": step for name, step in report["host_bound"].pop("steps").items()}
+        save()
+        bound.close()
+    return report
+
+
+def keep_traces(out: Path, server: str) -> None:
+    """Copy the traces that captures of a server have left."""
+    for path in driver.REGISTRY.glob(f"{server}/captures/*.trace.json.gz"):
+        shutil.copy(path, out / f"{server}-{path.name}")
+
+
+def events(out: Path, budget: float) -> dict[str, Any]:
+    """What one event costs the GPU and the host, without SGLang."""
+    del budget
+    report: dict[str, Any] = stamp()
+    single_events.run(report, lambda: write(out / "events.json", report))
     return report
 
 
@@ -379,6 +456,7 @@ def stamp() -> dict[str, Any]:
 
 
 PARTS = {
+    "events": events,
     "smoke": smoke,
     "big": big,
     "tree": variant("tree", shape="llama3-8b", topk=4, steps=3, draft_tokens=8),
@@ -388,6 +466,8 @@ PARTS = {
     "tp": tp,
     "kernels": kernels,
 }
+HOST_BOUND_SECONDS = 90.0
+"""What captures of the model that is bound by the host take, the start of its engine included."""
 WEIGHTS = {"big": 2.6}
 """Parts that get more than one share of the budget."""
 
@@ -426,6 +506,8 @@ def main() -> int:
         except Exception:
             traceback.print_exc()
             failed += 1
+        finally:
+            driver.close_all()
     return 1 if failed else 0
 
 

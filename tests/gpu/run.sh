@@ -19,5 +19,5 @@ ln -s "$root/eagle_exporter" "$plugin/eagle_exporter"
 printf 'Metadata-Version: 2.1\nName: sglang-eagle-exporter\nVersion: 0\n' >"$plugin/sglang_eagle_exporter-0.dist-info/METADATA"
 printf '[sglang.srt.plugins]\neagle_exporter = eagle_exporter.hooks.plugin:register\n' >"$plugin/sglang_eagle_exporter-0.dist-info/entry_points.txt"
 export PYTHONPATH=$plugin:$here/switch_plugin:$here/stubs:$root:$site SGLANG_IS_FLASHINFER_AVAILABLE=false \
-  SGLANG_ENABLE_JIT_DEEPGEMM=0 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+  SGLANG_ENABLE_JIT_DEEPGEMM=0 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 exec python3 "$here/run.py" --out "$out" "$@"

@@ -11,6 +11,8 @@ Every step adds to the report and writes it, so a run that is cut keeps what it 
     recording   cycles of all ranks for the replay
     kernels     time in NCCL's kernels by rank, with and without the extra kernel before the collective
     nccl        other protocols and algorithms, one engine each: verify's mean and percentiles by setting
+
+The large batch is compared after the recording: of the two it is the one that a run can do without.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ from tests.gpu.figures import PHASES
 
 NCCL_SETTINGS: tuple[dict[str, str], ...] = (
     {"NCCL_PROTO": "Simple"},
-    {"NCCL_ALGO": "Tree"},
+    {"NCCL_ALGO": "ring,tree;allreduce:tree"},
     {"NCCL_PROTO": "LL"},
 )
 """What is tried beside NCCL's own choice, the most telling first: a message of a decode step is small (32 kB at
-batch size 1), where the simple protocol's latency shows."""
+batch size 1), where the simple protocol's latency shows. ``Tree`` alone would leave the gathering of the logits
+without an algorithm, and NCCL would refuse it."""
 KERNEL_SECONDS = 0.5e-3
 """Length of a planted kernel."""
 SLEEP_SECONDS = 8e-3
@@ -145,34 +148,41 @@ def run(
         step("acceptance", lambda: acceptance(engine, plan.acceptance))
         step("planted", lambda: planted(engine, plan.planted_tokens))
         step("nccl", lambda: {"default": nccl_figures(engine, plan.nccl_requests)})
-        for batch, (pairs, tokens) in plan.pairs.items():
+        for number, (batch, (pairs, tokens)) in enumerate(plan.pairs.items()):
             name = f"cost_batch{batch}"
 
             def checkpoint(table: dict[str, Any], name: str = name) -> None:
                 report[name] = table
                 save()
 
-            # The settings of NCCL come last, each with a start of its own: time is kept for the first of them.
-            deadline = time.time() + max(left() - 1.3 * engine.start_seconds - 20, 5.0)
+            # The settings of NCCL come last, each with a start of its own: time is kept for two of them. A later start
+            # takes half of the first one's, in which kernels are compiled.
+            kept = min(len(plan.nccl), 2) * (min(engine.start_seconds, 45.0) + 8) + 30
+            deadline = time.time() + max(left() - kept, 5.0)
             step(
                 name,
                 partial(alternate, engine, COMPARED, batch, tokens, pairs, deadline, checkpoint),
             )
-        step("recording", lambda: record(engine, out / f"recording_tp{engine.ranks}.json.gz", plan.recording))
+            if number == 0:
+                step("recording", lambda: record(engine, out / f"recording_tp{engine.ranks}.json.gz", plan.recording))
         # A profile slows every CUDA call of the process from then on, so it comes after all times of this engine.
         step("kernels", lambda: kernels(engine, plan.planted_tokens, plan.kernel_cycles))
     finally:
         engine.close()
-    started_in = engine.start_seconds
-    for setting in plan.nccl:
+    started_in = min(engine.start_seconds, 60.0)
+    for number, setting in enumerate(plan.nccl, 1):
         name = " ".join(f"{variable}={value}" for variable, value in setting.items())
-        if left() < started_in * 1.2 + 10:
+        if left() < started_in + 8:
             report["steps"][name] = {"error": f"not run: {left():.0f} s left"}
             save()
             continue
 
-        def try_setting(name: str = name, setting: dict[str, str] = setting) -> dict[str, Any]:
-            other = start("tp-" + "-".join(setting.values()).lower(), setting)
+        def try_setting(
+            name: str = name, setting: dict[str, str] = setting, server: str = f"tp-nccl{number}"
+        ) -> dict[str, Any]:
+            nonlocal started_in
+            other = start(server, setting)
+            started_in = other.start_seconds
             try:
                 other.request(1, plan.planted_tokens)
                 other.command(mode="on")

@@ -49,6 +49,15 @@ HOOK_METHODS = (
 )
 
 
+WATCHED = {
+    "session": (*HOOK_METHODS, "take_record", "_poll_control"),
+    "timer": ("open", "mark", "close", "launch_verify", "drain", "_finish", "_times"),
+    "clock": ("acquire", "mark", "done", "reached", "offsets", "between"),
+    "recorder": ("add_cycles", "commit", "add_output_tokens"),
+}
+"""Methods of ours that ``watch_parts`` times where they run."""
+
+
 class State:
     """What the commands have set."""
 
@@ -65,6 +74,10 @@ class State:
     profiled: ClassVar[list[dict[str, Any]]] = []
     costs: ClassVar[list[float]] = []
     mark_costs: ClassVar[dict[str, list[int]]] = {}
+    part_costs: ClassVar[dict[str, int]] = collections.defaultdict(int)
+    part_calls: ClassVar[dict[str, int]] = collections.defaultdict(int)
+    part_cycles = 0.0
+    watched: ClassVar[list[tuple[Any, str, Any]]] = []
     device_times: ClassVar[dict[str, float]] = collections.defaultdict(float)
     keep_totals = False
     fail_profiler = False
@@ -76,6 +89,8 @@ def register() -> None:
     if not PATH:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    _keep_multicast_off()
 
     def planter(places: list[str]) -> Any:
         def around(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,6 +123,21 @@ def register() -> None:
         return plan
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run", look, HookType.AFTER)
+
+
+def _keep_multicast_off() -> None:
+    """Let SGLang gather its logits with NCCL where NVLink multicast must stay off.
+
+    From 0.5.16 on several ranks gather them through a multicast buffer (``MultimemAllGatherer`` in
+    ``distributed/device_communicators/triton_symm_mem_ag.py``), and no argument switches that off.
+    """
+    if os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") != "1":
+        return
+    try:
+        from sglang.srt.distributed.device_communicators.triton_symm_mem_ag import MultimemAllGatherer
+    except ImportError:
+        return
+    MultimemAllGatherer._build = lambda _self, _x: None
 
 
 def _delay() -> None:
@@ -185,6 +215,10 @@ def _run(command: dict[str, Any], scheduler: Any) -> dict[str, Any]:
         _watch_marks(session)
     if command.get("mark_costs"):
         answer["mark_costs"] = State.mark_costs
+    if command.get("watch_parts"):
+        _watch_parts(session)
+    if command.get("part_costs"):
+        answer["part_costs"] = _part_costs(session)
     if command.get("keep_profiler_totals"):
         _keep_profiler_totals()
     if command.get("take_profiler_totals"):
@@ -241,7 +275,7 @@ def _wrap_profiler() -> None:
 
 
 def _is_work(event: Any, cuda: bool) -> bool:
-    if event.is_user_annotation:
+    if getattr(event, "is_user_annotation", False):
         return False
     return not cuda or str(event.device_type) == "DeviceType.CUDA"
 
@@ -256,6 +290,8 @@ def _set_mode(mode: str, session: Any, hooks: Any, scheduler: Any) -> None:
     from eagle_exporter.timing.budget import Budget
     from eagle_exporter.timing.cycle import CycleTimer
 
+    while State.watched:
+        setattr(*State.watched.pop())
     want_timer = "device_timer" in mode
     for runner in _runners(scheduler):
         if want_timer:
@@ -340,12 +376,16 @@ def _calibrate(cycles: int) -> float:
 def _start_recording(session: Any) -> None:
     recorder = session.recorder
     State.records = []
-    if hasattr(recorder, "original_add_cycle"):
+    if hasattr(recorder, "original_add_cycles"):
         return
-    recorder.original_add_cycle = recorder.add_cycle
+    recorder.original_add_cycles = recorder.add_cycles
+
+    def add_cycles(cycles: Any) -> None:
+        recorder.original_add_cycles(cycles)
+        for cycle in cycles if State.records is not None else ():
+            add_cycle(*cycle)
 
     def add_cycle(record: Any, acceptance: Any, times: Any) -> None:
-        recorder.original_add_cycle(record, acceptance, times)
         if State.records is not None and acceptance.excluded is None:
             entry = {
                 "rows": record.rows,
@@ -367,7 +407,40 @@ def _start_recording(session: Any) -> None:
                 }
             State.records.append(entry)
 
-    recorder.add_cycle = add_cycle
+    recorder.add_cycles = add_cycles
+
+
+class Offsets:
+    """What a clock says of chosen slots, read when they are given back: results are recorded while cycles run."""
+
+    def __init__(self, clock: Any) -> None:
+        """Watch a clock."""
+        self._clock = clock
+        self._wanted: dict[int, tuple[Any, int]] = {}
+        self._found: dict[int, list[float]] = {}
+        release = clock.release
+
+        def reading(slot: Any) -> None:
+            self._read(slot)
+            release(slot)
+
+        clock.release = reading
+
+    def watch(self, slot: Any, number: int) -> None:
+        """Want the offsets of a slot, under a number."""
+        self._wanted[id(slot)] = (slot, number)
+
+    def _read(self, slot: Any) -> None:
+        _, number = self._wanted.pop(id(slot), (None, None))
+        if number is not None and self._clock.done(slot):
+            self._found[number] = list(self._clock.offsets(slot))
+
+    def finish(self) -> dict[int, list[float]]:
+        """Stop watching; return offsets by number, of those slots too whose marks have all happened by now."""
+        for slot, _ in list(self._wanted.values()):
+            self._read(slot)
+        del self._clock.release
+        return self._found
 
 
 def _profile_window(session: Any, first: int, cycles: int, path: str) -> None:
@@ -378,6 +451,7 @@ def _profile_window(session: Any, first: int, cycles: int, path: str) -> None:
     from eagle_exporter.timing import cycle as kinds
 
     timer = session.timer
+    offsets_of = Offsets(timer.clock)
     State.profiled = []
     count = 0
     ranges: list[Any] = []
@@ -422,6 +496,8 @@ def _profile_window(session: Any, first: int, cycles: int, path: str) -> None:
     def close(record: Any) -> None:
         end()
         original_close(record)
+        if State.profiler is not None and record.slot is not None:
+            offsets_of.watch(record.slot, len(inside) - 1)
         if State.profiler is not None and len(inside) == cycles:
             torch.cuda.synchronize()
             State.profiler.stop()
@@ -429,8 +505,9 @@ def _profile_window(session: Any, first: int, cycles: int, path: str) -> None:
             State.profiler = None
             for name in ("open", "close", "mark", "relabel"):
                 delattr(timer, name)
-            for cycle in inside:
-                offsets = list(timer.clock.offsets(cycle.slot)) if cycle.slot is not None else []
+            found = offsets_of.finish()
+            for number, cycle in enumerate(inside):
+                offsets = found.get(number)
                 if offsets:
                     phases, _, _ = kinds.split(offsets, cycle.kinds)
                     State.profiled.append({"phases": phases, "cycle": offsets[-1], "host_bound": cycle.host_bound})
@@ -472,6 +549,56 @@ def _watch_marks(session: Any) -> None:
         State.mark_costs.setdefault(str(slot.count), []).append(now() - begin)
 
     clock.mark = mark
+
+
+def _watch_parts(session: Any) -> None:
+    """Time each part of the hooks' work where it happens; the times of outer parts hold those of inner ones."""
+    timer, now = session.timer, time.perf_counter_ns
+
+    def watch(owner: Any, name: str, key: str) -> None:
+        original = getattr(owner, name, None)
+        if original is None:
+            return
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            begin = now()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                State.part_costs[key] += now() - begin
+                State.part_calls[key] += 1
+
+        setattr(owner, name, watched)
+        State.watched.append((owner, name, original))
+
+    for owner, kind in (
+        (session, "session"),
+        (timer, "timer"),
+        (timer.clock, "clock"),
+        (timer.recorder, "recorder"),
+    ):
+        for name in WATCHED[kind]:
+            watch(owner, name, f"{kind}.{name}")
+    State.part_cycles = _cycles(session)
+
+
+def _part_costs(session: Any) -> dict[str, list[float]]:
+    """Return for each part its microseconds and calls per cycle since the last call."""
+    cycles = _cycles(session)
+    count = max(cycles - State.part_cycles, 1.0)
+    State.part_cycles = cycles
+    costs = {
+        key: [round(value / count / 1e3, 2), round(State.part_calls[key] / count, 3)]
+        for key, value in State.part_costs.items()
+    }
+    State.part_costs.clear()
+    State.part_calls.clear()
+    return costs
+
+
+def _cycles(session: Any) -> float:
+    recorder = session.recorder
+    return float(recorder.values[recorder._cycles])
 
 
 def _measure_parts(session: Any) -> dict[str, float]:
