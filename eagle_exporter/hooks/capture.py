@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_exporter import control, settings
-from eagle_exporter.hooks.session import POLL_EVERY
+from eagle_exporter.hooks.session import POLL_NS
 from eagle_exporter.kernels import files
 from eagle_exporter.kernels.files import Request
 from eagle_exporter.timing import cycle as kinds
@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eagle_exporter")
 
-LEAD = POLL_EVERY + 1
-"""Batches between the request and the profiler's start: by then every rank of the group has read the request."""
+LEAD = 2
+LEAD_SECONDS = 2 * POLL_NS * 1e-9
+"""Batches, and seconds, between the request and the profiler's start: by then every rank of the group has read it."""
 SETTLE = 2
 """Batches after the stop that are not timed either."""
 RUN_SECONDS = 30.0
@@ -383,6 +384,7 @@ class Profile(_Disturbance):
         self.profiler: Any = None
         self.cuda = False
         self._lead = LEAD
+        self._ready = captures.now() + LEAD_SECONDS
         self._clock: MarkClock | None = None
         self._open: CycleRecord | None = None
         self._cycles: list[dict[str, list[int]]] = []
@@ -463,7 +465,7 @@ class Profile(_Disturbance):
         elif profiler_is_running():
             # Looked at in every batch before the start: see `start_profiler` for why none may have ended just now.
             self._cancel("busy", "SGLang's own profiler, or another user of torch's, is running")
-        elif self._lead > 0:
+        elif self._lead > 0 or now < self._ready:
             self._lead -= 1
         else:
             self._start()

@@ -30,8 +30,8 @@ RECORD = "_eagle_exporter_cycle"
 """Attribute by which a cycle travels on SGLang's ``GenerationBatchResult``."""
 
 _IDLE_POLL_SECONDS = 0.25
-POLL_EVERY = 16
-"""Every how many batches the control file is looked at, when the scheduler is not idle."""
+POLL_NS = 20_000_000
+"""The control file is looked at before a batch when that was so long ago: a system call costs 2 to 10 µs."""
 _UNKNOWN_STEPS = -1
 """Draft steps of a cycle, until the verify input or the worker says them."""
 FLUSH_RESULTS = 16
@@ -72,7 +72,7 @@ class Session:
         """The next cycle is drafted at the end of this one (pipeline parallelism, 0.5.21 and newer)."""
         self._launched: deque[tuple[CycleRecord, Sequence[Any]]] = deque(maxlen=kinds.MAX_PENDING)
         self._open = False
-        self._cycles_to_poll = 0
+        self._poll_at_ns = 0
         self._decode_mode: Any = None
         self._logged: set[str] = set()
         self._idle_poll = 0.0
@@ -216,9 +216,9 @@ class Session:
         """Open the cycle or prefill of a batch; None when it is not measured."""
         timer = self.timer
         assert timer is not None
-        self._cycles_to_poll -= 1
-        if self._cycles_to_poll <= 0:
-            self._cycles_to_poll = POLL_EVERY
+        now = perf_counter_ns()
+        if now >= self._poll_at_ns:
+            self._poll_at_ns = now + POLL_NS
             self._poll_control()
         if not self.budget.counting:
             timer.interrupt()

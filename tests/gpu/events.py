@@ -38,25 +38,39 @@ def run(report: dict[str, Any], save: Callable[[], None]) -> None:
 
         kept = []  # an event must live as long as the graph that records it
 
-        def graph(matmuls: int, kernels: int, events: int = 0) -> tuple[Any, list[Any]]:
+        branch = cuda.Stream()
+
+        def graph(matmuls: int, kernels: int, events: int = 0, *, branched: bool = False) -> tuple[Any, list[Any]]:
             inside = [cuda.Event(enable_timing=True, external=True) for _ in range(events)]
             kept.extend(inside)
             captured = cuda.CUDAGraph()
+
+            def note(event: Any) -> None:
+                if branched:
+                    branch.wait_stream(stream)
+                    event.record(branch)
+                else:
+                    event.record()
+
             with cuda.graph(captured, stream=stream):
                 if inside:
-                    inside[0].record()
+                    note(inside[0])
                 for part in range(max(events - 1, 1)):
                     for _ in range(matmuls // max(events - 1, 1)):
                         x @ weight
                     for _ in range(kernels // max(events - 1, 1)):
                         small.add_(1)
                     if inside:
-                        inside[part + 1].record()
+                        note(inside[part + 1])
+                if inside and branched:
+                    stream.wait_stream(branch)
             return captured, inside
 
         draft, _ = graph(2, 24)
         draft_two, two = graph(2, 24, 2)
         draft_three, three = graph(2, 24, 3)
+        draft_branch, on_branch = graph(2, 24, 3, branched=True)
+        draft_five_branch, _ = graph(4, 24, 5, branched=True)
         draft_five, _ = graph(4, 24, 5)
         draft_zero, _ = graph(4, 24)
         verify, _ = graph(40, 200)
@@ -105,6 +119,8 @@ def run(report: dict[str, Any], save: Callable[[], None]) -> None:
             "seven": (SEVEN, draft, by_torch),
             "two_in_graph": (none, draft_two, by_torch),
             "three_in_graph": (none, draft_three, by_torch),
+            "three_on_branch": (none, draft_branch, by_torch),
+            "five_on_branch_four_steps": (none, draft_five_branch, by_torch),
             "none#control": (none, draft, by_torch),
             "none_four_steps": (none, draft_zero, by_torch),
             "five_in_graph_four_steps": (none, draft_five, by_torch),
@@ -139,7 +155,11 @@ def run(report: dict[str, Any], save: Callable[[], None]) -> None:
 
         # --- does an event inside a graph go with one outside? ---------------------------------------------
         mixed: dict[str, Any] = {}
-        for name, drafted, inside in (("two", draft_two, two), ("three", draft_three, three)):
+        for name, drafted, inside in (
+            ("two", draft_two, two),
+            ("three", draft_three, three),
+            ("three on a branch", draft_branch, on_branch),
+        ):
             cycle(SEVEN, drafted, by_torch)
             stream.synchronize()
             try:

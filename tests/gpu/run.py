@@ -161,7 +161,8 @@ def big(out: Path, budget: float) -> dict[str, Any]:
     compared = ["raw", "on", "raw#control", "auto"]
     others = ["raw", "host", "sync", "device_timer", "off"]
     # What runs first is what matters most if time runs out.
-    part.take("cost_batch1", alternate, engine, compared, 1, 800, 15, begin + budget * 0.72)
+    part.take("cost_batch1", alternate, engine, compared, 1, 800, 15, begin + budget * 0.7)
+    part.take("in_place", in_place, engine)
     part.take("planted", planted, engine)
     part.take("planted_sync", planted_sync, engine)
     part.take("device_timer", against_device_timer, engine)

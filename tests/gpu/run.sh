@@ -8,13 +8,15 @@ shift 2
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 site=${SITE:-/tmp/eagle-site}
+exec 9>"$site.lock" && flock 9 # two runs may share a machine with two GPUs
 if [ ! -e "$site/.done" ]; then
   python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$wheels"/*.whl || exit 1
   (cd "$site" && python3 -m zipfile -e "$wheels/sgl_kernel_lean.zip" .) && touch "$site/.done"
 fi
+exec 9>&-
 # The distribution's metadata as an installer would write it, so that SGLang finds the plugin's entry point.
-plugin=/tmp/eagle-plugin
-rm -rf "$plugin" && mkdir -p "$plugin/sglang_eagle_exporter-0.dist-info"
+plugin=/tmp/eagle-plugin-$$
+mkdir -p "$plugin/sglang_eagle_exporter-0.dist-info"
 ln -s "$root/eagle_exporter" "$plugin/eagle_exporter"
 printf 'Metadata-Version: 2.1\nName: sglang-eagle-exporter\nVersion: 0\n' >"$plugin/sglang_eagle_exporter-0.dist-info/METADATA"
 printf '[sglang.srt.plugins]\neagle_exporter = eagle_exporter.hooks.plugin:register\n' >"$plugin/sglang_eagle_exporter-0.dist-info/entry_points.txt"

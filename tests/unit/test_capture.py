@@ -16,8 +16,8 @@ import pytest
 
 from eagle_exporter import catalogue, control
 from eagle_exporter.hooks import capture
-from eagle_exporter.hooks.capture import SETTLE, Captures
-from eagle_exporter.hooks.session import POLL_EVERY, Session
+from eagle_exporter.hooks.capture import LEAD, SETTLE, Captures
+from eagle_exporter.hooks.session import POLL_NS, Session
 from eagle_exporter.kernels import files
 from eagle_exporter.kernels.files import Request
 from tests.ranks import make_plan
@@ -28,9 +28,7 @@ from tests.unit.test_session import Rig, batch
 RANK = "tp0-pp0-dp0"
 
 
-DELIVERED_LEAD = capture.LEAD
-LEAD = 2
-"""Here the request is seen by the next batch (`CapturedRig.look`)."""
+DELIVERED_LEAD_SECONDS = capture.LEAD_SECONDS
 
 
 class Planted(RuntimeError):
@@ -96,7 +94,7 @@ class CapturedRig(Rig):
 
     def look(self) -> None:
         """The next cycle looks at the control file."""
-        self.session._cycles_to_poll = 0
+        self.session._poll_at_ns = 0
 
     def cycles(self, count: int) -> None:
         for _ in range(count):
@@ -133,7 +131,7 @@ class CapturedRig(Rig):
 def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Put the profiler above in place of torch's."""
     Profiler.running, Profiler.failing, Profiler.stranger = None, "", False
-    monkeypatch.setattr(capture, "LEAD", LEAD)
+    monkeypatch.setattr(capture, "LEAD_SECONDS", 0.0)
     monkeypatch.setattr(capture, "make_profiler", lambda: (Profiler(), True))
     monkeypatch.setattr(capture, "start_profiler", lambda profiler, cuda: profiler.start())
     monkeypatch.setattr(capture, "profiler_is_running", lambda: Profiler.running is not None or Profiler.stranger)
@@ -149,8 +147,22 @@ def rig(tmp_path: Path) -> CapturedRig:
 
 
 # --- a capture -------------------------------------------------------------------------------------------
-def test_every_rank_has_read_the_request_when_the_profiler_starts() -> None:
-    assert DELIVERED_LEAD > POLL_EVERY
+def test_every_rank_has_read_the_request_when_the_profiler_starts(
+    rig: CapturedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others look at the control file before a batch, when `POLL_NS` have passed since they last did."""
+    monkeypatch.setattr(capture, "LEAD_SECONDS", DELIVERED_LEAD_SECONDS)
+    assert DELIVERED_LEAD_SECONDS > POLL_NS * 1e-9
+    rig.ask(cycles=2)
+    asked = rig.clock.now
+    rig.cycles(1)
+    batches = 1
+    while Profiler.running is None:
+        rig.cycles(1)
+        batches += 1
+    assert batches > LEAD
+    assert rig.clock.now - asked > DELIVERED_LEAD_SECONDS
+    rig.cycles(20)
 
 
 def test_every_kernel_lands_in_the_phase_of_the_function_that_launched_it(rig: CapturedRig) -> None:
@@ -604,7 +616,9 @@ def test_a_scheduled_capture_comes_by_the_control_file_and_only_with_traffic(tmp
     rig.clock.advance(3600.0)
     rig.flush()
     assert "profile" not in (tmp_path / "control").read_text()
-    rig.cycles(60)
+    rig.cycles(20)
+    rig.look()
+    rig.cycles(20)
     _wait_for_readers(rig)
     assert "profile id=" in (tmp_path / "control").read_text(), "so that every rank sees it"
     assert rig.outcomes() == {"completed": 1}
