@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
-from eagle_exporter.timing.cycle import Acceptance
+from eagle_exporter.timing.cycle import Acceptance, CycleRecord
 
 HEALTH_CHECK_PREFIX = "HEALTH_CHECK"
 """Request ids of SGLang's own health checks begin with it (``HEALTH_CHECK_RID_PREFIX`` in managers/utils.py)."""
@@ -44,9 +44,10 @@ class RowsBefore:
         lengths: Per row: output tokens so far.
         contexts: Per live row: prompt and output tokens so far.
         health_checks: Rows that are health checks.
+        record: The cycle that the batch was launched as, None when it was not measured.
     """
 
-    __slots__ = ("_counted", "contexts", "health_checks", "lengths", "live", "requests")
+    __slots__ = ("_counted", "contexts", "health_checks", "lengths", "live", "record", "requests")
 
     def __init__(self, requests: Sequence[Any], *, counters: bool = False) -> None:
         """Look at `requests` (SGLang ``Req`` objects); keep no reference beyond the result's processing.
@@ -75,6 +76,7 @@ class RowsBefore:
         self.lengths = lengths
         self.contexts = contexts
         self.health_checks = health_checks
+        self.record: CycleRecord | None = None
         self._counted = [_counts(request) for request in requests] if counters else []
 
     def after(self) -> tuple[int, bool]:

@@ -80,6 +80,7 @@ class Session:
         self._draft_step = 0
         self._error_counts: dict[str, int] = {}
         self._results: list[tuple[CycleRecord, RowsBefore, Sequence[int] | None]] = []
+        self._appended = 0
         self._spent_ns = 0
         self._flush_at_ns = 0
         self._flush_results = FLUSH_RESULTS
@@ -678,31 +679,26 @@ class Session:
         def process_batch_result(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             if self.recorder is None or not self.budget.counting:
                 return original(scheduler, *args, **kwargs)
-            rows = record = None
+            rows = None
             begin = perf_counter_ns()
             try:
-                batch = args[0] if args else kwargs["batch"]
-                record = self.take_record(batch, args[1] if len(args) > 1 else kwargs["result"])
-                rows = self.before_result(batch, record)
+                if len(args) > 1:
+                    batch, result = args[0], args[1]
+                else:
+                    batch, result = args[0] if args else kwargs["batch"], kwargs["result"]
+                rows = self.before_result(batch, result)
             except Exception:
                 self.failed("accept")
             spent = perf_counter_ns() - begin
             returned = original(scheduler, *args, **kwargs)
             if rows is not None:
                 try:
-                    self.after_result(rows, record, args[1] if len(args) > 1 else kwargs["result"], spent)
+                    self.after_result(rows, result, spent)
                 except Exception:
-                    self.failed("accept", record)
+                    self.failed("accept", rows.record)
             return returned
 
         return process_batch_result
-
-    def take_record(self, batch: Any, result: Any) -> CycleRecord | None:
-        """Return the cycle that a result is of, and leave nothing of ours on it."""
-        record: CycleRecord | None = getattr(result, RECORD, None)
-        if record is not None:
-            delattr(result, RECORD)
-        return self._take_launched(batch.reqs, record) if self.tail_draft else record
 
     def _take_launched(self, requests: Sequence[Any], record: CycleRecord | None) -> CycleRecord | None:
         """Return the cycle of a result that was made anew: the oldest launched with these very requests.
@@ -722,41 +718,43 @@ class Session:
                 return launched
         return record
 
-    def before_result(self, batch: Any, record: CycleRecord | None) -> RowsBefore:
-        """Look at the rows before SGLang updates their requests."""
+    def before_result(self, batch: Any, result: Any) -> RowsBefore:
+        """Find the cycle that a result is of, leave nothing of ours on it, and look at the rows before SGLang does."""
+        record: CycleRecord | None = getattr(result, RECORD, None)
+        if record is not None:
+            delattr(result, RECORD)
+        if self.tail_draft:
+            record = self._take_launched(batch.reqs, record)
         if record is not None and record.before is not None:
             # The worker has updated them already; these were looked at before it.
-            return record.before  # type: ignore[no-any-return]
-        return RowsBefore(batch.reqs)
+            rows: RowsBefore = record.before
+        else:
+            rows = RowsBefore(batch.reqs)
+        rows.record = record
+        return rows
 
-    def after_result(self, rows: RowsBefore, record: CycleRecord | None, result: Any, spent_ns: int) -> None:
-        """Count what the result brought, and record every cycle that is complete."""
+    def after_result(self, rows: RowsBefore, result: Any, spent_ns: int) -> None:
+        """Note what the result brought; what can wait is done by `flush`, for several results together.
+
+        Raises:
+            ValueError: It does not say how many drafts were accepted.
+        """
         begin = perf_counter_ns()
-        recorder = self.recorder
-        assert recorder is not None
         appended, ended = rows.after()
-        if self.recording:
-            recorder.add_output_tokens(appended)
+        self._appended += appended
+        record = rows.record
         if record is not None:
-            self._results.append((record, rows, self._drafts(rows, record, result)))
+            drafts: Sequence[int] | None = ()
+            if rows.contexts and not record.prefill and not self.plain_decode:
+                drafts = correct_drafts(result) if record.before is None else rows.drafts_of_requests()
+                if drafts is None and not record.beside_prefill:
+                    raise ValueError("a decode cycle brought no accept lengths")
+            self._results.append((record, rows, drafts))
         rows.requests = ()  # they belong to SGLang
         self._spent_ns += perf_counter_ns() - begin + spent_ns
         # After the last answer of an offline script nothing more may run here: its Engine kills the scheduler.
         if ended or begin > self._flush_at_ns or len(self._results) >= self._flush_results:
             self.flush()
-
-    def _drafts(self, rows: RowsBefore, record: CycleRecord, result: Any) -> Sequence[int] | None:
-        """Return the accepted draft tokens of each row; None for a decode rank on the prefill path.
-
-        Raises:
-            ValueError: The result does not say.
-        """
-        if record.prefill or self.plain_decode or not rows.contexts:
-            return ()
-        drafts = correct_drafts(result) if record.before is None else rows.drafts_of_requests()
-        if drafts is None and not record.beside_prefill:
-            raise ValueError("a decode cycle brought no accept lengths")
-        return drafts
 
     def _acceptance(self, record: CycleRecord, rows: RowsBefore, drafts: Sequence[int] | None) -> Acceptance:
         """Return what a result says of its cycle.
@@ -779,6 +777,10 @@ class Session:
         timer, recorder = self.timer, self.recorder
         assert timer is not None
         assert recorder is not None
+        if self._appended:
+            if self.recording:
+                recorder.add_output_tokens(self._appended)
+            self._appended = 0
         self.collect_draft_steps(final=False)
         results, self._results = self._results, []
         for record, rows, drafts in results:
@@ -834,7 +836,7 @@ class Session:
             if self.captures is not None and self.captures.current is not None:
                 self.captures.current.idle()
             changed = True
-        if changed or self._results or timer.waiting:
+        if changed or self._results or self._appended or timer.waiting:
             self.flush()
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +36,8 @@ _NONE: list[int] = []
 """The marks of a cycle that is not timed; nobody adds to it."""
 _LONGEST = 3600.0
 """Seconds; a longer cycle or gap is no reading."""
+_RESOLUTION = 1e-6
+"""Seconds by which CUDA's resolution can put a boundary before the one that it follows."""
 
 
 def phase_of(kind: int) -> int:
@@ -127,33 +128,63 @@ class PhaseTimes:
     gap: float | None = None
 
 
-def split(offsets: Sequence[float], kinds: Sequence[int]) -> tuple[list[float], list[float], list[float]]:
-    """Return seconds by phase, by part of the verify overhead, and by draft step.
+@dataclass
+class Intervals:
+    """What lies between the marks of one cycle.
+
+    Attributes:
+        total: Seconds from the first mark to the last.
+        phases: Seconds, one per `catalogue.PHASES`; they sum to `total`.
+        host: The same on the scheduler thread, nanoseconds.
+        parts: Seconds, one per `catalogue.VERIFY_OVERHEAD_PARTS`.
+        steps: Seconds, one per draft forward that had marks of its own.
+    """
+
+    total: float
+    phases: list[float]
+    host: list[int]
+    parts: list[float]
+    steps: list[float]
+
+
+def split(offsets: Sequence[float], kinds: Sequence[int], moments: Sequence[int]) -> Intervals | None:
+    """Return the times between marks by phase, by part of the verify overhead, and by draft step.
+
+    A step back within the clock's resolution (half a microsecond) is levelled: a negative phase would let a counter
+    fall, and Prometheus takes a falling counter for a restart.
 
     Args:
         offsets: Seconds from the first mark to each mark.
         kinds: Kind of the interval that each mark opens; the last mark opens none.
+        moments: Host time of each mark, nanoseconds.
+
+    Returns:
+        None when an offset is not finite or falls by more than the resolution.
     """
-    phases = [0.0] * len(catalogue.PHASES)
+    phases, host = [0.0] * len(catalogue.PHASES), [0] * len(catalogue.PHASES)
     parts = [0.0] * len(catalogue.VERIFY_OVERHEAD_PARTS)
     steps: list[float] = []
-    start = offsets[0]
+    start, moment = offsets[0], moments[0]
+    # One pass, since this runs for each timed cycle.
     for i in range(1, len(offsets)):
-        end = offsets[i]
-        kind = kinds[i - 1]
-        if kind < TREE_BUILD:
-            phases[kind] += end - start
-        elif kind < FIRST_DRAFT_STEP:
-            phases[VERIFY_OVERHEAD] += end - start
-            parts[kind - TREE_BUILD] += end - start
-        else:
-            phases[DRAFT_STEPS] += end - start
-            step = kind - FIRST_DRAFT_STEP
-            while len(steps) <= step:
-                steps.append(0.0)
-            steps[step] += end - start
-        start = end
-    return phases, parts, steps
+        end, kind = offsets[i], kinds[i - 1]
+        if not start <= end < _LONGEST:
+            if not start - _RESOLUTION <= end < _LONGEST:
+                return None
+            end = start
+        if kind >= TREE_BUILD:
+            if kind < FIRST_DRAFT_STEP:
+                parts[kind - TREE_BUILD] += end - start
+                kind = VERIFY_OVERHEAD
+            else:
+                steps += [0.0] * (kind - FIRST_DRAFT_STEP + 1 - len(steps))
+                steps[kind - FIRST_DRAFT_STEP] += end - start
+                kind = DRAFT_STEPS
+        phases[kind] += end - start
+        then = moments[i]
+        host[kind] += then - moment
+        start, moment = end, then
+    return Intervals(start - offsets[0], phases, host, parts, steps)
 
 
 class CycleTimer:
@@ -423,19 +454,17 @@ class CycleTimer:
             if record.slot is not None:
                 self.recorder.drop("hook_error")
             return None
-        offsets = _rising(self.clock.offsets(slot))
+        offsets = self.clock.offsets(slot)
         if len(offsets) < 2:
             self.recorder.drop("invalid_duration")
             return None
-        kinds = record.kinds
-        phases, parts, steps = split(offsets, kinds)
-        host = [0.0] * len(phases)
-        start = slot.host[0]
-        for kind, end in zip(kinds, slot.host[1:], strict=False):
-            host[kind if kind < TREE_BUILD else phase_of(kind)] += (end - start) * 1e-9
-            start = end
+        found = split(offsets, record.kinds, slot.host)
+        if found is None:
+            self.recorder.drop("invalid_duration")
+            return None
+        steps: Sequence[float] = found.steps
         if not steps and self.graph_mean and record.num_steps > 1:
-            steps = [phases[DRAFT_STEPS] / (record.num_steps - 1)] * (record.num_steps - 1)
+            steps = [found.phases[DRAFT_STEPS] / (record.num_steps - 1)] * (record.num_steps - 1)
         if record.step_seconds is not None:
             steps = list(record.step_seconds)
             if not all(0.0 <= seconds < _LONGEST for seconds in steps):
@@ -450,10 +479,10 @@ class CycleTimer:
                 self.recorder.drop("invalid_duration")
                 gap = None
         return PhaseTimes(
-            cycle=offsets[-1] - offsets[0],
-            phases=phases,
-            host=host,
-            parts=parts if record.parts else None,
+            cycle=found.total,
+            phases=found.phases,
+            host=[nanoseconds * 1e-9 for nanoseconds in found.host],
+            parts=found.parts if record.parts else None,
             steps=steps,
             gap=gap,
         )
@@ -462,21 +491,3 @@ class CycleTimer:
         if record.slot is not None:
             self.clock.release(record.slot)
             record.slot = None
-
-
-def _rising(offsets: Sequence[float]) -> Sequence[float]:
-    """Return offsets that never fall; empty when they are not finite or fall by more than CUDA's resolution.
-
-    A step back within the resolution (half a microsecond) is levelled: a negative phase would let a counter fall, and
-    Prometheus takes a falling counter for a restart.
-    """
-    last = 0.0
-    falls = False
-    for offset in offsets:
-        if not last - 1e-6 <= offset < _LONGEST:
-            return ()
-        if offset < last:
-            falls = True
-        else:
-            last = offset
-    return list(accumulate(offsets, max)) if falls else offsets

@@ -146,11 +146,15 @@ def test_phases_sum_to_the_cycle_for_any_sequence_of_marks(intervals: list[tuple
     offsets = [0.0]
     for _, seconds in intervals:
         offsets.append(offsets[-1] + seconds)
-    phases, parts, steps = split(offsets, [kind for kind, _ in intervals])
-    assert math.fsum(phases) == pytest.approx(offsets[-1], rel=1e-12, abs=1e-12)
-    assert all(seconds >= 0 for seconds in (*phases, *parts, *steps))
-    assert sum(parts) <= phases[kinds.VERIFY_OVERHEAD] + 1e-12
-    assert sum(steps) <= phases[kinds.DRAFT_STEPS] + 1e-12
+    moments = [round(offset * 1e9) for offset in offsets]
+    found = split(offsets, [kind for kind, _ in intervals], moments)
+    assert found is not None
+    assert found.total == offsets[-1]
+    assert math.fsum(found.phases) == pytest.approx(offsets[-1], rel=1e-12, abs=1e-12)
+    assert sum(found.host) == moments[-1]
+    assert all(seconds >= 0 for seconds in (*found.phases, *found.parts, *found.steps))
+    assert sum(found.parts) <= found.phases[kinds.VERIFY_OVERHEAD] + 1e-12
+    assert sum(found.steps) <= found.phases[kinds.DRAFT_STEPS] + 1e-12
 
 
 def test_every_kind_of_interval_has_a_phase() -> None:

@@ -77,6 +77,7 @@ class State:
     part_costs: ClassVar[dict[str, int]] = collections.defaultdict(int)
     part_calls: ClassVar[dict[str, int]] = collections.defaultdict(int)
     part_cycles = 0.0
+    automatic: Any = None
     watched: ClassVar[list[tuple[Any, str, Any]]] = []
     device_times: ClassVar[dict[str, float]] = collections.defaultdict(float)
     keep_totals = False
@@ -310,7 +311,10 @@ def _set_mode(mode: str, session: Any, hooks: Any, scheduler: Any) -> None:
         patch.redo()
     clock = mode if mode in ("host", "sync") else "auto"
     sample_every = None if mode == "auto" else 1
-    budget = Budget(sample_every)
+    # As shipped is as a server that has found its sampling: it keeps the budget it had.
+    budget = State.automatic if mode == "auto" and State.automatic is not None else Budget(sample_every)
+    if mode == "auto":
+        State.automatic = budget
     if sample_every == 1:
         budget.spent = lambda seconds: None  # type: ignore[method-assign]  # a measurement of the cost must not be ended by the fuse
     _watch_costs(session)
@@ -508,9 +512,11 @@ def _profile_window(session: Any, first: int, cycles: int, path: str) -> None:
             found = offsets_of.finish()
             for number, cycle in enumerate(inside):
                 offsets = found.get(number)
-                if offsets:
-                    phases, _, _ = kinds.split(offsets, cycle.kinds)
-                    State.profiled.append({"phases": phases, "cycle": offsets[-1], "host_bound": cycle.host_bound})
+                times = kinds.split(offsets, cycle.kinds, [0] * len(offsets)) if offsets else None
+                if times is not None:
+                    State.profiled.append(
+                        {"phases": times.phases, "cycle": times.total, "host_bound": cycle.host_bound}
+                    )
                 else:
                     State.profiled.append({})
 
