@@ -7,6 +7,7 @@ its marks have happened on the device. No clock but `SyncClock` ever waits for t
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
@@ -248,6 +249,10 @@ class DriverEventClock(CudaEventClock):
             marks: Boundaries of one cycle.
             cuda: A stand-in for ``torch.cuda`` in tests.
         """
+        if cuda is None:
+            import torch
+
+            cuda = torch.cuda
         super().__init__(slots, marks, cuda=cuda)
         self._driver = driver
         self._record = driver.record
@@ -258,17 +263,18 @@ class DriverEventClock(CudaEventClock):
                 owner.record()  # torch makes the event at its first record
             self._owners += owners
             slot.events = [handle_of(owner) for owner in owners]
-        self._stream_object: Any = None
-        self._stream: Any = None
+        self._stream_handle = _stream_handle_lookup(cuda)
+        self._handle = -1
+        self._stream = ctypes.c_void_p()
 
     def acquire(self) -> Slot | None:
         """Return an empty slot bound to the current stream, None when all are in flight."""
         if not self._free:
             return None
-        stream = self._current_stream()
-        if stream is not self._stream_object:
-            self._stream = ctypes.c_void_p(stream.cuda_stream)
-            self._stream_object = stream
+        handle = self._stream_handle()
+        if handle != self._handle:
+            self._stream = ctypes.c_void_p(handle)
+            self._handle = handle
         slot = self._free.pop()
         slot.count = 0
         slot.host.clear()
@@ -352,24 +358,39 @@ class _CudaEvent:
         self.elapsed_time: Callable[[Any], float] = native.elapsed_time
 
 
-def _current_stream_lookup(cuda: Any) -> Callable[[], Any]:
-    """Return a function that gives the current stream.
+def _raw_stream_lookup(cuda: Any) -> Callable[[], int] | None:
+    """Return a function that gives the current stream's handle, None where torch has none.
 
-    ``torch.cuda.current_stream()`` makes a new object each time, 5 to 8 µs. The raw handle costs a tenth of a
-    microsecond, and torch takes its streams from fixed pools, so a handle seen before is the same stream.
+    It costs a tenth of a microsecond; ``torch.cuda.current_stream()`` makes a new object each time, 5 to 8 µs.
     """
     try:
         import torch
 
-        if cuda is not torch.cuda:
-            return cuda.current_stream  # type: ignore[no-any-return]
-        raw_stream, device = torch._C._cuda_getCurrentRawStream, torch.cuda.current_device()
+        if cuda is torch.cuda:
+            return functools.partial(torch._C._cuda_getCurrentRawStream, torch.cuda.current_device())
     except (ImportError, AttributeError):
+        pass
+    return None
+
+
+def _stream_handle_lookup(cuda: Any) -> Callable[[], int]:
+    """Return a function that gives the current stream's handle."""
+    raw_stream = _raw_stream_lookup(cuda)
+    return raw_stream if raw_stream is not None else lambda: int(cuda.current_stream().cuda_stream)
+
+
+def _current_stream_lookup(cuda: Any) -> Callable[[], Any]:
+    """Return a function that gives the current stream.
+
+    torch takes its streams from fixed pools, so a handle seen before is the same stream.
+    """
+    raw_stream = _raw_stream_lookup(cuda)
+    if raw_stream is None:
         return cuda.current_stream  # type: ignore[no-any-return]
     streams: dict[int, Any] = {}
 
     def current_stream() -> Any:
-        handle = raw_stream(device)
+        handle = raw_stream()
         stream = streams.get(handle)
         if stream is None:
             stream = streams[handle] = cuda.current_stream()
