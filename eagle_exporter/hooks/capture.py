@@ -193,7 +193,7 @@ class Captures:
             self._count("failed")
             self.log(f"a kernel capture failed: {result.get('reason')}")
             return
-        self._recorder.add_kernels(int(result["cycles"]), result["phases"])
+        self._recorder.add_kernels(int(result["cycles"]), result["phases"], float(result["ended"]))
         self._count("completed")
 
     # --- how a capture ended -----------------------------------------------------------------------------

@@ -32,6 +32,8 @@ RECORD = "_eagle_exporter_cycle"
 _IDLE_POLL_SECONDS = 0.25
 POLL_NS = 20_000_000
 """The control file is looked at before a batch when that was so long ago: a system call costs 2 to 10 µs."""
+LOOK_EVERY = 8
+"""Every how many batches the number of running requests is looked at."""
 _UNKNOWN_STEPS = -1
 """Draft steps of a cycle, until the verify input or the worker says them."""
 FLUSH_RESULTS = 16
@@ -73,6 +75,7 @@ class Session:
         self._launched: deque[tuple[CycleRecord, Sequence[Any]]] = deque(maxlen=kinds.MAX_PENDING)
         self._open = False
         self._poll_at_ns = 0
+        self._plans_to_look = 0
         self._decode_mode: Any = None
         self._logged: set[str] = set()
         self._idle_poll = 0.0
@@ -818,10 +821,18 @@ class Session:
 
     def note_plan(self, scheduler: Any, plan: Any) -> None:
         """See what the scheduler runs next; None means an empty iteration."""
+        batch = getattr(plan, "batch_to_run", plan)
+        if batch is not None:
+            # The gauge is published with the results of several cycles, so it is not looked at before each.
+            self._plans_to_look -= 1
+            if self._plans_to_look > 0:
+                return
+            self._plans_to_look = LOOK_EVERY
+        else:
+            self._plans_to_look = 0
         timer, recorder = self.timer, self.recorder
         assert timer is not None
         assert recorder is not None
-        batch = getattr(plan, "batch_to_run", plan)
         running = getattr(plan, "running_batch", None)
         if running is None:
             running = scheduler.running_batch

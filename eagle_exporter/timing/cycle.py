@@ -343,10 +343,14 @@ class CycleTimer:
 
     def close(self, record: CycleRecord) -> None:
         """End the launch of a cycle; its times are read later, when the device is through."""
+        slot = record.slot
+        if slot is None and (record.prefill or not self.budget.next_is_timed()):
+            self.current = None
+            return
         begin = perf_counter_ns()
-        if record.slot is not None:
-            self.clock.mark(record.slot, begin)
-        elif not record.prefill and self.budget.next_is_timed():
+        if slot is not None:
+            self.clock.mark(slot, begin)
+        else:
             # The gap before the next cycle, and whether it is host-bound, need the end of this one.
             record.slot = self._marked_slot()
         self.current = None

@@ -82,6 +82,7 @@ class RankRecorder:
         self._kv_allocation = self._slot("eagle_kv_allocation_host_seconds_total")
         self._captures = self._slots("eagle_kernel_captures_total", catalogue.CAPTURE_OUTCOMES)
         self._profiled_cycles = self._slot("eagle_kernel_profiled_cycles_total")
+        self._last_capture = self._slot("eagle_kernel_last_capture_timestamp_seconds")
         self._batch: dict[tuple[int, int], _BatchSlots] = {}
         self._hooks: dict[str, bool] = {}
 
@@ -266,12 +267,13 @@ class RankRecorder:
         """Count a kernel capture by how it ended."""
         self.values[self._captures[outcome]] += 1.0
 
-    def add_kernels(self, cycles: int, phases: Mapping[str, Any]) -> None:
+    def add_kernels(self, cycles: int, phases: Mapping[str, Any], ended: float) -> None:
         """Count what a completed kernel capture found.
 
         Args:
             cycles: Captured cycles.
             phases: Phase -> ``seconds``, ``busy_seconds`` and ``classes`` (class -> seconds), as in a result.
+            ended: Unix time at which the capture ended.
 
         Raises:
             ValueError: A number is impossible; nothing is counted then.
@@ -285,8 +287,11 @@ class RankRecorder:
                 found.append((self._slot("eagle_kernel_seconds_total", phase, name), float(seconds)))
         if not all(0.0 <= value < _LONGEST * 100 for _, value in found):
             raise ValueError("a kernel capture has an impossible number of seconds")
+        if not 0.0 < ended < math.inf:
+            raise ValueError("a kernel capture ended at an impossible time")
         for slot, value in found:
             self.values[slot] += value
+        self.values[self._last_capture] = ended
 
     def set_running_requests(self, count: int) -> bool:
         """Set the gauge of running requests; return whether it changed."""

@@ -14,7 +14,7 @@ import pytest
 from eagle_exporter import catalogue, control
 from eagle_exporter.control import Control
 from eagle_exporter.hooks import points
-from eagle_exporter.hooks.session import FLUSH_RESULTS, RECORD, Session
+from eagle_exporter.hooks.session import FLUSH_RESULTS, LOOK_EVERY, RECORD, Session
 from eagle_exporter.timing.budget import FUSE_ERRORS, Budget
 from eagle_exporter.timing.clocks import HostClock
 from eagle_exporter.timing.cycle import CycleTimer
@@ -490,6 +490,21 @@ def test_running_requests_are_shown_also_when_idle(rig: Rig) -> None:
         engine.next_plan = plan(running)
         assert engine.plan(engine, None) is engine.next_plan
         assert rig.value("eagle_running_requests") == len(running)
+
+
+def test_running_requests_of_a_busy_server_are_those_of_some_batches_ago_at_most(rig: Rig) -> None:
+    engine, busy = rig.engine, batch()
+    for running in (1, 2, 3):
+        for _ in range(LOOK_EVERY):
+            engine.next_plan = plan([Request()] * running, busy)
+            engine.plan(engine, None)
+            engine.cycle(busy)
+        assert rig.value("eagle_running_requests") == running
+    engine.next_plan = plan([])
+    engine.plan(engine, None)
+    engine.next_plan = plan([Request()] * 7, busy)
+    engine.plan(engine, None)
+    assert rig.value("eagle_running_requests") == 7, "the first batch after a rest is looked at"
 
 
 def test_an_older_scheduler_returns_the_batch_itself(rig: Rig) -> None:
