@@ -612,6 +612,12 @@ METRICS: tuple[Metric, ...] = (
         hooks=("cycle", "accept"),
         on_capture=True,
     ),
+    Metric(
+        "eagle_kernel_last_capture_timestamp_seconds",
+        Kind.GAUGE,
+        "Unix time at which the last completed kernel capture of this rank ended; absent before the first.",
+        hooks=("cycle", "accept"),
+    ),
     # --- the hooks themselves ---------------------------------------------------------------------------
     Metric(
         "eagle_hook_up",

@@ -875,8 +875,9 @@ def _kernels_now() -> list[Placed]:
     return [
         stat_panel(
             "Last capture",
-            "How old is what is shown below? Time since the newest capture of kernels within the time range of the "
-            "dashboard, to about a minute. (eagle_kernel_profiled_cycles_total)",
+            "How old is what is shown below? Time since the end of the newest capture of kernels, which may lie before "
+            "the time range of the dashboard: then nothing is shown below. "
+            "(eagle_kernel_last_capture_timestamp_seconds)",
             [Query(q.last_capture(), instant=True)],
             unit="s",
             width=4,
@@ -1015,9 +1016,11 @@ def _kernels_by_rank() -> list[Placed]:
     return [
         table_panel(
             "Verify by rank",
-            "Which GPU do the others wait for? The one with the least all-reduce: it comes last, and the others spend "
-            "the difference inside the all-reduce. Per captured cycle, of ranks that were captured (eagle-exporter "
-            "profile --rank); they are captured one after the other, so the load must have been the same. "
+            "Which GPU do the others wait for? The one whose other kernels take longer, or with much less all-reduce: "
+            "it comes last, and the others spend the difference inside the all-reduce. Per captured cycle, of ranks "
+            "that were captured (eagle-exporter profile --rank); they are captured one after the other, so the load "
+            "must have been the same. The profiler makes the captured rank late itself, so in all-reduce only a rank "
+            "that is slower than that stands out. "
             "(eagle_kernel_seconds_total, eagle_kernel_busy_seconds_total, eagle_kernel_phase_seconds_total, "
             "eagle_kernel_profiled_cycles_total)",
             [Query(expr, instant=True, table=True) for expr in queries],

@@ -404,12 +404,9 @@ def kernel_classes_and_idle() -> str:
 
 
 def last_capture() -> str:
-    """Seconds since a capture added to the counters, as exact as the window; nothing without one in the time range.
-
-    Prometheus evaluates a subquery at multiples of its step, so what came after the last of these is asked for itself.
-    """
-    moment = f"(vector(time()) and on () (({captured(CAPTURED_CYCLES, window=WINDOW)}) > 0))"
-    return f"time() - ({moment} or max_over_time({moment}[{TIME_RANGE}:{WINDOW}]))"
+    """Seconds since the end of the newest capture, of ranks that were there in the time range; nothing without one."""
+    series = f"{name('eagle_kernel_last_capture_timestamp_seconds')}{promql.matchers(RANK)}"
+    return f"time() - max (last_over_time({series}[{TIME_RANGE}]))"
 
 
 # --- hardware -----------------------------------------------------------------------------------------------

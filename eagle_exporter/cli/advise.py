@@ -312,18 +312,15 @@ def prometheus_samples(url: str, window: str, server: str | None = None) -> dict
 
 
 def captured_ago(url: str, window: str, server: str | None = None) -> dict[Labels, float]:
-    """Return how many seconds ago the counters of each rank last grew by a capture, to about two minutes.
-
-    A rank whose series began with that capture is not in it: what was before is not known.
+    """Return how many seconds ago the last capture of each rank ended, also of one that is gone since.
 
     Raises:
         AdviseError: Prometheus cannot be reached or refuses the query.
 
     """
-    name = "eagle_kernel_profiled_cycles_total"
+    name = "eagle_kernel_last_capture_timestamp_seconds"
     selector = "" if server is None else f"{{server={json.dumps(server)}}}"
-    grew = f"(increase({name}{selector}[2m]) > 0) * 0 + time()"
-    found = _query(_url(url).rstrip("/"), name, f"time() - max_over_time(({grew})[{window}:1m])")
+    found = _query(_url(url).rstrip("/"), name, f"time() - max_over_time({name}{selector}[{window}])")
     return {labels: max(0.0, seconds) for (_, labels), seconds in found.items()}
 
 

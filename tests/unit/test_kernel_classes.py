@@ -85,12 +85,21 @@ NAMES = {
         "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>, unsigned>>",
         "void at::native::sbtopk::gatherTopK<c10::BFloat16, unsigned int, 2, false>",
         "_draft_topk1_partial_argmax_kernel",
+        "_draft_topk1_finalize_kernel",
+        "fill_bonus_tokens",
     ],
     "kv": [
         "void (anonymous namespace)::store_kvcache<2048l, 4, true, long>((anonymous namespace)::StoreKVCacheParams)",
         "create_flashinfer_kv_indices_triton",
+        "generate_draft_decode_kv_indices",
+        "get_num_kv_splits_triton",
+        "assign_draft_cache_locs_contiguous",
+        "assign_extend_cache_locs",
+        "compute_position_kernel",
         "assign_req_to_token_pool",
         "set_mla_kv_buffer_kernel",
+        "void (anonymous namespace)::fused_rope_store_kernel<true, 128l, true, __nv_bfloat16, __nv_bfloat16, long>",
+        "_fused_qk_rope_reshape_and_cache_kernel",
         "void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16, __nv_bfloat16>",
     ],
     "memcpy": [
@@ -101,12 +110,25 @@ NAMES = {
             "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::"
             "direct_copy_kernel_cuda(at::TensorIteratorBase&)>>"
         ),
+        (
+            "void at::native::(anonymous namespace)::CatArrayBatchedCopy_alignedK_contig<at::native::(anonymous "
+            "namespace)::OpaqueType<8u>, unsigned int, 2, 128, 1, 16>"
+        ),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
+            "TensorListMetadata<2>, at::native::(anonymous namespace)::UnaryOpFunctor<float, 2, 1, 1>, at::native::"
+            "Copy<float, float> >"
+        ),
     ],
     "other": [
         "void (anonymous namespace)::act_and_mul_kernel<__nv_bfloat16, ((anonymous namespace)::ActivationKind)0>",
         "_static_quant_fp8",
         "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>, std::array<char*, 1ul> >",
         "triton_poi_fused_add_mul_0",
+        "_vocab_parallel_embedding_kernel",
+        "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long, long, long, long, bool)",
+        "void at::native::(anonymous namespace)::indexSelectSmallIndex<c10::BFloat16, long, unsigned int, 2, 2, -2>",
+        "void at_cuda_detail::cub::detail::scan::DeviceScanKernel<at_cuda_detail::cub::detail::scan::policy_hub<long>>",
     ],
 }
 """Real names: from recorded traces, and from kernel tables that people have published."""

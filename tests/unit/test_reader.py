@@ -332,6 +332,7 @@ def test_a_negative_or_infinite_gauge_is_a_value(tmp_path: Path, good: bytes) ->
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     rank = Rank(tmp_path, make_plan(server="a/b", tp_rank=5))
+    rank.set("eagle_kernel_last_capture_timestamp_seconds", 1.7643e9)
     rank.cycles(7, batch_size=3, accepted=2)
     snapshot = read_one(tmp_path)
     assert snapshot.labels == dict(rank.plan.labels)

@@ -74,6 +74,7 @@ GAUGES = {
 
 def test_a_living_rank_shows_everything_it_wrote(tmp_path: Path) -> None:
     with RankProcess(tmp_path) as process:
+        process.set("eagle_kernel_last_capture_timestamp_seconds", 1.7643e9)
         process.cycles(7, accepted=2)
         scraper = Scraper(tmp_path)
         assert scraper.value("eagle_cycles_total") == 7
