@@ -26,7 +26,7 @@ ALLREDUCE_SHARE = 0.2
 
 IDLE_SHARE = 0.15
 """Idle inside verify is, from this share on, if ordinary cycles have it too: the profiler alone slows launches so much
-that a verify of 5 ms in one CUDA graph was idle for 27 % under it on an H200, and for 5 % without it."""
+that a verify of 5 ms in one CUDA graph was idle for 19 to 27 % under it on an H200, and for 2 to 5 % without it."""
 
 ATTENTION_SHARE = 0.3
 """Attention is, from this share of verify on."""

@@ -58,6 +58,8 @@ _SGLANG_OPTIONS = {
     "tp": 1,
     "clients": 6,
 }
+_MOSTLY = 0.5
+"""From this share of host-bound cycles on, a recorded batch is one that the host held up."""
 _REPLAY_OPTIONS = {"ranks": 1, "speed": 1.0, "faults": None}
 # The order of design and dashboards, not of size: the eye finds a phase in the same place every second.
 _PHASES = ("draft_steps", "target_verify", "draft_extend", "verify_overhead", "kv_cache", "other")
@@ -129,7 +131,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     replayed = parser.add_argument_group("with a recording")
     replayed.add_argument("--replay", action="store_true", help="play recorded GPU cycles instead of SGLang")
     replayed.add_argument(
-        "--ranks", type=_ranks, help="play a node of so many tensor parallel ranks (default: %(default)s)"
+        "--ranks",
+        type=_ranks,
+        help="play a node of so many tensor parallel ranks; more than one are the two that were recorded, in turn "
+        "(default: %(default)s)",
     )
     replayed.add_argument(
         "--speed",
@@ -614,7 +619,7 @@ class _ReplayDemo(_Demo):
         except settings.SettingError as error:
             raise DemoError(str(error), EXIT_USAGE) from error
         root = configured.directory
-        played = recordings.load()
+        played = recordings.load(recordings.shipped(args.ranks))
         baseline = {} if configured.baseline else played.baseline
         with ExitStack() as stack:
             self._start(stack, root, configured.group, baseline)
@@ -626,7 +631,7 @@ class _ReplayDemo(_Demo):
             if prometheus is not None:
                 self._start_prometheus(stack, prometheus, {"eagle-exporter": self._exporter_target()})
             self._print_urls(f"registry    {root}", prometheus is not None)
-            for sentence in what_is_played(played, configured.baseline):
+            for sentence in what_is_played(played, configured.baseline, args.ranks):
                 self._display.say(sentence)
             self._print_commands(("top", "doctor", f"advise --server {shlex.quote(self._server_name)}"))
             if args.duration is None:
@@ -680,20 +685,34 @@ class _ReplayDemo(_Demo):
         return "\n".join(log_tail(self._children[name][1], 20) for name in names)
 
 
-def what_is_played(played: Recording, configured: Mapping[str, float]) -> list[str]:
+def what_is_played(played: Recording, configured: Mapping[str, float], ranks: int = 1) -> list[str]:
     """Return what one must know about a recording to read its figures, in sentences.
 
     Args:
         played: The recording.
         configured: The baseline that the user has set, batch size label -> seconds; it takes the recorded one's place.
+        ranks: On so many it is played.
     """
     run = played.run
-    sentences = [f"Played: {run.model} on {run.gpu}, SGLang {run.sglang}, {run.num_steps} steps, topk {run.topk}."]
+    where = run.gpu if played.ranks == 1 else f"{played.ranks} x {run.gpu} with tensor parallelism"
+    sentences = [f"Played: {run.model} on {where}, SGLang {run.sglang}, {run.num_steps} steps, topk {run.topk}."]
+    if ranks > played.ranks:
+        many = played.ranks > 1
+        recorded, gpus = f"{played.ranks} rank{'s were' if many else ' was'}", f"{played.ranks} GPU{'s' * many}"
+        sentences.append(
+            f"{recorded} recorded. Rank {played.ranks} and those after it show the recorded times in turn, with small "
+            f"differences; a cycle takes as long as on {gpus}."
+        )
     if configured:
         sentences.append("Baseline for advise: the one in EAGLE_EXPORTER_BASELINE_DECODE_SECONDS.")
     elif played.baseline:
         steps = ", ".join(f"{seconds * 1e3:.2f} ms at batch size {size}" for size, seconds in played.baseline.items())
         sentences.append(f"Baseline for advise: a decode step of {steps} ({played.baseline_source}).")
+    else:
+        sentences.append(
+            "No baseline: these GPUs' decode step without speculation was not measured, so advise cannot say whether "
+            "speculation pays off."
+        )
     pauses = []
     for pause in played.pauses():
         times = ", ".join(f"{seconds * 1e3:.0f}" for seconds in pause.seconds)
@@ -703,6 +722,13 @@ def what_is_played(played: Recording, configured: Mapping[str, float]) -> list[s
             f"Recorded as well: the GPU waited for a pause of the host ({'; '.join(pauses)}). The replay repeats it "
             "with its burst, and the mean gap of those batch sizes is hardly anything else."
         )
+    bound = [
+        f"{share * 100:.0f} % of the cycles of {group.batch} request{'s' if group.batch > 1 else ''}"
+        for group in played.groups
+        if (share := sum(cycle.host_bound is True for cycle in group.cycles) / len(group.cycles)) > _MOSTLY
+    ]
+    if bound:
+        sentences.append(f"Recorded as well: the GPU waited for the host in {' and '.join(bound)}.")
     return sentences
 
 

@@ -33,6 +33,9 @@ each further rank, in the order of their numbers, its own ``host_bound``, ``gap`
 
 A reader ignores keys it does not know and refuses another version. To convert the list of groups that a GPU run
 writes: ``python -m eagle_exporter.demo.recording RAW.json.gz OUT.json.gz``.
+
+Two recordings are in the package (`shipped`): one of a single GPU, and one of two with tensor parallelism. Only the
+first has a baseline: a decode step of one GPU says nothing about what speculation is worth on two.
 """
 
 from __future__ import annotations
@@ -55,8 +58,9 @@ if TYPE_CHECKING:
 FORMAT = "eagle-exporter recording"
 VERSION = 1
 DEFAULT_RECORDING = Path(__file__).parent / "recording_h200.json.gz"
-DESCRIPTION = (
-    "Decode cycles of SGLang with EAGLE-3, CUDA graphs and the overlap scheduler on one GPU, as the exporter's own "
+RANKS_RECORDING = Path(__file__).parent / "recording_h200_tp2.json.gz"
+_DESCRIPTION = (
+    "Decode cycles of SGLang with EAGLE-3, CUDA graphs and the overlap scheduler on {where}, as the exporter's own "
     "hooks timed them; batches of requests sent together, each from its first decode cycle to its last"
 )
 
@@ -218,6 +222,11 @@ class Recording:
 
 
 # --- reading ---------------------------------------------------------------------------------------------
+def shipped(ranks: int) -> Path:
+    """Return the recording in the package that is played on so many ranks: of one GPU on one, else of two ranks."""
+    return DEFAULT_RECORDING if ranks == 1 else RANKS_RECORDING
+
+
 def load(path: Path = DEFAULT_RECORDING) -> Recording:
     """Read and check a recording.
 
@@ -439,14 +448,14 @@ def _seconds(nanoseconds: Sequence[int]) -> tuple[float, ...]:
 
 
 # --- converting ------------------------------------------------------------------------------------------
-def convert(raw: Any, *, description: str = DESCRIPTION, **facts: Any) -> dict[str, Any]:
+def convert(raw: Any, *, description: str | None = None, **facts: Any) -> dict[str, Any]:
     """Return the content of a recording from the list of groups that a GPU run writes.
 
     Args:
         raw: ``[{"batch": n, "cycles": [{rows, num_steps, num_draft_tokens, accepted, context, wasted, host_bound,
             cycle, phases, host, gap, steps, parts}, ...]}, ...]``, times in seconds. Where several ranks were recorded,
             a group's ``other_ranks`` is a list with such a list of cycles for each further rank.
-        description: What it is.
+        description: What it is; None for a sentence that says how many GPUs were recorded.
         facts: Facts of the run (`Run`); ``num_steps`` and ``num_draft_tokens`` come from the cycles.
 
     Raises:
@@ -478,6 +487,10 @@ def convert(raw: Any, *, description: str = DESCRIPTION, **facts: Any) -> dict[s
         raise RecordingError(f"one num_steps and num_draft_tokens expected in all cycles, not {settings}")
     num_steps, num_draft_tokens = settings.pop()
     run = Run(num_steps=num_steps, num_draft_tokens=num_draft_tokens, **facts)
+    if description is None:
+        ranks = 1 + len(groups[0].get("other_ranks", ()))
+        where = "one GPU" if ranks == 1 else f"{ranks} GPUs with tensor parallelism, the times of each"
+        description = _DESCRIPTION.format(where=where)
     data = {
         "format": FORMAT,
         "version": VERSION,
@@ -552,7 +565,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--topk", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--attention-backend", default="TritonAttnBackend", help="default: %(default)s")
     parser.add_argument("--kv-pool-tokens", type=int, default=120000, help="default: %(default)s")
-    parser.add_argument("--description", default=DESCRIPTION)
+    parser.add_argument("--description", help="what it is (default: a sentence with the number of GPUs)")
     args = parser.parse_args(arguments)
     facts = {name: value for name, value in vars(args).items() if name not in ("raw", "out")}
     try:

@@ -555,9 +555,9 @@ def write_cycles(
         seed: Of the order of cycles.
         batches: Only recorded groups of these batches; None for all.
         faults: What deviates from the recording.
-        recording: Another recording than the one in the package.
+        recording: Another recording than the one in the package (`recording.shipped`).
     """
-    loaded = recordings.load(recording or recordings.DEFAULT_RECORDING)
+    loaded = recordings.load(recording or recordings.shipped(ranks))
     player = Player(root, loaded, server=server, ranks=ranks, seed=seed, batches=batches, faults=faults)
     player.play_cycles(count)
     return player
@@ -673,7 +673,7 @@ class Replay:
             seed: Of the order of cycles.
             batches: Only recorded groups of these batches; None for all.
             faults: What deviates from the recording from the start.
-            recording: Another recording than the one in the package.
+            recording: Another recording than the one in the package (`recording.shipped`).
             environment: More environment variables, for example ``EAGLE_EXPORTER_HISTOGRAMS``.
         """
         self.faults = faults
@@ -822,7 +822,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--speed", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")])
-    parser.add_argument("--recording", type=Path, default=recordings.DEFAULT_RECORDING)
+    parser.add_argument("--recording", type=Path, help="default: the one in the package for that number of ranks")
     parser.add_argument("--faults", type=Path, help="JSON file with faults, looked at while it plays")
     parser.add_argument("--commands", action="store_true", help="obey standard input and end with it")
     args = parser.parse_args(arguments)
@@ -831,7 +831,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         player = Player(
             args.dir,
-            recordings.load(args.recording),
+            recordings.load(args.recording or recordings.shipped(args.ranks)),
             server=args.server,
             ranks=args.ranks,
             seed=args.seed,

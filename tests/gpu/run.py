@@ -49,6 +49,11 @@ def alternate(
     last: dict[str, dict[str, Any]] = {}
     wrong = 0
     mode_now = ""
+    if "auto" in modes:
+        # It finds its sampling in the first cycles, and keeps it from one switch to the next.
+        engine.command(mode="auto")
+        engine.request(batch, tokens)
+        mode_now = "auto"
     for repeat in range(repeats):
         shift = repeat % len(modes)
         for mode in modes[shift:] + modes[:shift]:

@@ -86,11 +86,16 @@ class GpuRun:
         version: Of SGLang.
         gpu: As ``results.json`` has it.
         configurations: How it speculated, in words.
+        gpus: How many there were, a tensor-parallel rank on each.
     """
 
     version: str
     gpu: str
     configurations: str
+    gpus: int = 1
 
 
-ON_A_GPU = (GpuRun("0.5.16", "NVIDIA H200", "CUDA graphs, chain and tree, overlap on and off"),)
+ON_A_GPU = (
+    GpuRun("0.5.16", "NVIDIA H200", "CUDA graphs, chain and tree, overlap on and off"),
+    GpuRun("0.5.16", "NVIDIA H200", "CUDA graphs, chain with overlap", gpus=2),
+)

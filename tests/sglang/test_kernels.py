@@ -180,6 +180,8 @@ def test_a_capture_accounts_for_all_that_the_profiler_saw_and_changes_nothing_el
             assert counted(name, *labels) == pytest.approx(wanted, abs=1e-9), (name, labels)
     assert counted("eagle_kernel_profiled_cycles_total") == 6
     assert counted("eagle_kernel_captures_total", "completed") == 1
+    assert before.value("eagle_kernel_last_capture_timestamp_seconds") is None
+    assert after.value("eagle_kernel_last_capture_timestamp_seconds") == result["ended"]
 
     # The captured cycles are left out of the times, and all of them count.
     cycles, left_out = counted("eagle_cycles_total"), counted("eagle_cycles_excluded_total", "profiled")

@@ -24,18 +24,26 @@ import pytest
 from eagle_exporter import catalogue
 from eagle_exporter.cli import demo as demo_command
 from eagle_exporter.demo import recording as recordings
-from eagle_exporter.demo.recording import DEFAULT_RECORDING, Group, RecordingError
+from eagle_exporter.demo.recording import DEFAULT_RECORDING, RANKS_RECORDING, Group, RecordingError
 from eagle_exporter.demo.replay import Faults, Pause, Replay, ReplayError, traffic, write_cycles
 from eagle_exporter.demo.sglang_server import free_port
 from eagle_exporter.registry.reader import RankSnapshot, RegistryReader
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTENT: dict[str, Any] = json.loads(gzip.decompress(DEFAULT_RECORDING.read_bytes()))
-"""The shipped recording, read without the loader."""
+"""The shipped recording of one GPU, read without the loader."""
+RANKS_CONTENT: dict[str, Any] = json.loads(gzip.decompress(RANKS_RECORDING.read_bytes()))
+"""That of two tensor-parallel ranks, which is played on more than one."""
 
 
 def columns(batch: int) -> dict[str, Any]:
     return next(group["columns"] for group in CONTENT["groups"] if group["batch"] == batch)
+
+
+def rank_columns(batch: int) -> list[dict[str, Any]]:
+    """Return the columns of each recorded rank."""
+    group = next(group for group in RANKS_CONTENT["groups"] if group["batch"] == batch)
+    return [group["columns"], *group["other_ranks"]]
 
 
 def seconds(nanoseconds: list[int | None]) -> float:
@@ -139,11 +147,13 @@ def test_a_node_of_eight_has_acceptance_once_and_timings_eight_times(tmp_path: P
         assert rank.family("eagle_cycle_duration_seconds") is None
         assert total(rank, "eagle_batch_timed_cycles_total") == 200
         verify = total(rank, "eagle_batch_phase_seconds_total", phase="target_verify")
-        expected = total(first, "eagle_batch_phase_seconds_total", phase="target_verify")
+        recorded = ranks[int(rank.labels["tp_rank"]) % 2]
+        expected = total(recorded, "eagle_batch_phase_seconds_total", phase="target_verify")
         assert verify == pytest.approx(expected, rel=1e-3)
-        host = total(rank, "eagle_phase_host_seconds_total") / total(first, "eagle_phase_host_seconds_total")
-        assert 0.9 < host < 1.1
-        assert abs(host - 1) > 1e-4
+        if rank is not recorded:
+            host = total(rank, "eagle_phase_host_seconds_total") / total(recorded, "eagle_phase_host_seconds_total")
+            assert 0.9 < host < 1.1
+            assert abs(host - 1) > 1e-4
     assert len({total(rank, "eagle_batch_gap_seconds_total") for rank in ranks}) == 8
     assert len({rank.family("eagle_gpu_info") for rank in ranks}) == 8
 
@@ -295,7 +305,7 @@ def test_cycles_take_their_recorded_time(tmp_path: Path) -> None:
 def test_faults_can_be_planted_and_ended_while_it_plays(tmp_path: Path) -> None:
     def verify_seconds(replay: Replay) -> float:
         before = total(ranks_of(tmp_path)[0], "eagle_batch_phase_seconds_total", phase="target_verify")
-        replay.cycles(len(columns(4)["rows"]))
+        replay.cycles(len(rank_columns(4)[0]["rows"]))
         return total(ranks_of(tmp_path)[0], "eagle_batch_phase_seconds_total", phase="target_verify") - before
 
     with Replay(tmp_path, ranks=3, speed=0, batches=[4]) as replay:
@@ -352,7 +362,8 @@ def test_another_step_count_is_another_configuration_after_a_restart(tmp_path: P
 
 
 def test_a_slow_host_shows_in_its_own_gap_and_in_the_others_draft(tmp_path: Path) -> None:
-    table = columns(8)
+    # Rank 2 of 4 shows what was recorded of rank 0.
+    table = rank_columns(8)[0]
     count = len(table["rows"])
     plain = written(tmp_path / "plain", count, ranks=4, batches=[8])
     faults = Faults(slow_rank=2, host_factor=10.0)
@@ -461,6 +472,8 @@ def test_the_command_plays_a_node_through_the_real_exporter(tmp_path: Path) -> N
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert "on 2 ranks, up " in output
+    assert "Played: llama-3-8b-shape on 2 x NVIDIA H200 with tensor parallelism" in output
+    assert "No baseline: " in output
     assert "Prometheus  none started: --prometheus none was given" in output
     assert f"http://{listen.replace('127.0.0.1', 'localhost')}/metrics" in output
     assert "target_verify" in output
@@ -555,6 +568,24 @@ def test_a_baseline_of_the_user_takes_the_place_of_the_recorded_one() -> None:
     assert "218.6" not in text
 
 
+def test_ranks_beyond_the_recorded_ones_and_a_missing_baseline_are_said() -> None:
+    two = recordings.load(recordings.shipped(8))
+    text = " ".join(demo_command.what_is_played(two, {}, 8))
+    assert "on 2 x NVIDIA H200 with tensor parallelism" in text
+    assert "2 ranks were recorded. Rank 2 and those after it show the recorded times in turn" in text
+    assert "a cycle takes as long as on 2 GPUs" in text
+    assert "No baseline" in text
+    shares = [sum(value is True for value in rank_columns(batch)[0]["host_bound"]) for batch in (1, 2)]
+    one, other = (100 * share / len(columns(batch)["rows"]) for share, batch in zip(shares, (1, 2), strict=True))
+    assert f"host in {one:.0f} % of the cycles of 1 request and {other:.0f} % of the cycles of 2 requests." in text
+    assert "No baseline" not in " ".join(demo_command.what_is_played(two, {"1": 0.004}, 8))
+    assert "were recorded" not in " ".join(demo_command.what_is_played(two, {}, 2))
+    single = " ".join(demo_command.what_is_played(recordings.load(recordings.shipped(1)), {}, 1))
+    assert "in turn" not in single
+    assert "waited for the host" not in single
+    assert "No baseline" not in single
+
+
 @pytest.mark.parametrize(
     ("baseline", "message"),
     [
@@ -601,6 +632,31 @@ def test_the_shipped_recording_is_small_and_holds_real_cycles() -> None:
     assert DEFAULT_RECORDING.stat().st_size < 150_000
     assert [group.batch for group in recording.groups] == [1, 2, 4, 8, 16]
     assert sum(len(group.cycles) for group in recording.groups) >= 500
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+def test_more_than_one_rank_are_played_from_a_recording_of_two(ranks: int) -> None:
+    path = recordings.shipped(ranks)
+    recording = recordings.load(path)
+    assert recording.ranks == (1 if ranks == 1 else 2)
+    assert path.stat().st_size < 150_000
+    # A decode step of one GPU is no baseline of two.
+    assert bool(recording.baseline) == (ranks == 1)
+    assert ("2 GPUs with tensor parallelism" in recording.description) == (ranks > 1)
+    assert [group.batch for group in recording.groups] == [1, 2, 4, 8, 16]
+
+
+def test_both_recorded_ranks_are_played_as_they_are(tmp_path: Path) -> None:
+    tables = rank_columns(4)
+    assert tables[0]["phases"] != tables[1]["phases"]
+    ranks = written(tmp_path, len(tables[0]["rows"]), ranks=2, batches=[4])
+    for table, rank in zip(tables, ranks, strict=True):
+        for phase in catalogue.PHASES:
+            device, host = (seconds(table[name][phase]) for name in ("phases", "host"))
+            assert total(rank, "eagle_batch_phase_seconds_total", phase=phase) == pytest.approx(device, rel=1e-9)
+            assert total(rank, "eagle_phase_host_seconds_total", phase=phase) == pytest.approx(host, rel=1e-9)
+        assert total(rank, "eagle_host_bound_cycles_total") == sum(value is True for value in table["host_bound"])
+        assert total(rank, "eagle_batch_gap_seconds_total") == pytest.approx(seconds(table["gap"]), rel=1e-9)
 
 
 def change(content: Any, path: tuple[Any, ...], value: Any) -> Any:

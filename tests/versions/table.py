@@ -40,20 +40,27 @@ WORKERS = {"EAGLEWorker": "V1", "EAGLEWorkerV2": "V2"}
 
 def known_list() -> str:
     """Return which versions were run where, as a list."""
-    lines = [f"- **Run on a GPU**: SGLang {run.version}, on one {run.gpu}." for run in runs.ON_A_GPU]
+    where: dict[str, list[str]] = {}
+    for run in runs.ON_A_GPU:
+        where.setdefault(run.version, []).append(f"on {_gpus(run)}")
+    lines = [f"- **Run on a GPU**: SGLang {version}, {' and '.join(on)}." for version, on in where.items()]
     on_cpu = {run.version for run in runs.RUNS}
     lines.append(f"- **Run on the CPU**, with known answers: {_ranges(on_cpu)}.")
     others = [
         version for version in matrix.everything() if version.name not in {*on_cpu, *(r.version for r in runs.ON_A_GPU)}
     ]
-    where = [place for version in others for place in version.places.values()]
-    lost = sum(bool(place.problem) for place in where)
-    found = f"all but {lost} of {len(where)}" if lost else "all"
+    places = [place for version in others for place in version.places.values()]
+    lost = sum(bool(place.problem) for place in places)
+    found = f"all but {lost} of {len(places)}" if lost else "all"
     lines.append(
         f"- **Not run**: {_ranges({version.name for version in others})}. There the functions that the hooks wrap\n"
         f"  were looked up in the release's source: {found} are there, with the parameters that are read."
     )
     return "\n".join(lines)
+
+
+def _gpus(run: runs.GpuRun) -> str:
+    return f"one {run.gpu}" if run.gpus == 1 else f"{run.gpus} {run.gpu} with tensor parallelism"
 
 
 def _ranges(names: Iterable[str]) -> str:
@@ -82,7 +89,7 @@ def _short_cells(version: Version) -> tuple[str, ...]:
     assert set(workers) <= set(WORKERS.values()), workers
     run = dict.fromkeys(WORKERS[each.worker] for each in runs.RUNS if each.version == version.name)
     on_cpu = f"CPU: {' and '.join(sorted(run))}" if len(workers) > 1 else "CPU"
-    where = [f"{each.gpu}" for each in runs.ON_A_GPU if each.version == version.name] + [on_cpu] * bool(run)
+    where = [*dict.fromkeys(each.gpu for each in runs.ON_A_GPU if each.version == version.name)] + [on_cpu] * bool(run)
     start = "as always" if version.plugins else "`eagle-exporter launch`"
     return (start, " or ".join(workers), ", ".join(where) or "not run")
 
@@ -139,7 +146,7 @@ def _run(version: str) -> str:
         if run.version == version:
             workers.setdefault(run.worker, []).append(_words(run) + " (soak)" * (run in runs.MORE_OLD_VERSIONS))
     cells = [f"`{worker}`: {', '.join(dict.fromkeys(words))}" for worker, words in workers.items()]
-    cells += [f"{run.gpu}: {run.configurations}" for run in runs.ON_A_GPU if run.version == version]
+    cells += [f"{_gpus(run)}: {run.configurations}" for run in runs.ON_A_GPU if run.version == version]
     return "; ".join(cells) or "-"
 
 
