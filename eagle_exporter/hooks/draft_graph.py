@@ -57,6 +57,11 @@ class DraftGraphEvents:
         self._joined = True
         self._replays = 0
 
+    @property
+    def needs_driver(self) -> bool:
+        """Whether the events can be read by the driver only."""
+        return self._driver is not None
+
     # --- at capture --------------------------------------------------------------------------------------
     def begin_capture(self, num_steps: int, batch_size: int) -> None:
         """``draft_forward`` begins; records nothing unless the stream is being captured."""
@@ -86,6 +91,11 @@ class DraftGraphEvents:
         events, self.capturing = self.capturing, None
         if events:
             self.graphs[self._key] = events if self._driver is None else [handle_of(event) for event in events]
+
+    def abandon_capture(self) -> None:
+        """``draft_forward`` raised: no graph comes of it, and no later forward is one of its steps."""
+        self.capturing = None
+        self.end_capture()
 
     def give_up(self) -> None:
         """Something failed: there will be no events, but the branch is joined by `end_capture`."""
@@ -121,16 +131,17 @@ class DraftGraphEvents:
             timer: Knows whether the draft's end mark has happened.
             final: The graph is about to be launched again: what is not complete now is lost.
         """
-        if self.unread is None:
+        unread, self.unread = self.unread, None  # at once: what raises here is not tried again
+        if unread is None:
             return
-        record, events = self.unread
+        record, events = unread
         slot = record.slot
         if slot is not None and record.draft_end and timer.clock.reached(slot, record.draft_end):
-            self.unread = None
             record.step_seconds = self._elapsed(events)
         elif final or slot is None:
-            self.unread = None
             timer.recorder.drop("draft_step")
+        else:
+            self.unread = unread
 
     def _elapsed(self, events: Sequence[Any]) -> list[float]:
         if self._driver is not None:

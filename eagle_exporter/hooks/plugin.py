@@ -33,7 +33,7 @@ from eagle_exporter.registry.writer import RankWriter, RegistryError, clear_stal
 from eagle_exporter.settings import ATTACH, Settings
 from eagle_exporter.timing import cuda_driver
 from eagle_exporter.timing.budget import Budget
-from eagle_exporter.timing.clocks import Clock, HostClock, SyncClock, event_clock
+from eagle_exporter.timing.clocks import Clock, DriverEventClock, HostClock, SyncClock, event_clock
 from eagle_exporter.timing.cycle import CycleTimer
 from eagle_exporter.timing.recorder import RankRecorder
 
@@ -411,7 +411,12 @@ def start_rank(session: Session, hooks: AttachedHooks, scheduler: Any, word: Wor
         hooks.problems["identity"] = "the configuration of this SGLang cannot be read; see its log"
     else:
         known["eagle_spec_config_info"] = spec_config
-    if clock.name != "cuda_event":
+    if clock.name != "cuda_event" or (
+        # The driver was there when the graphs were captured, and cannot be called.
+        session.graph_events is not None
+        and session.graph_events.needs_driver
+        and not isinstance(clock, DriverEventClock)
+    ):
         session.graph_events = None
     step_source = draft_step_source(session, worker) if hooks.up.get("draft_step") else "none"
     sample_every = "auto" if configured.sample_every is None else str(configured.sample_every)

@@ -6,6 +6,7 @@ exception passes through untouched, and whatever goes wrong in our own code is c
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -34,6 +35,7 @@ POLL_NS = 20_000_000
 """The control file is looked at before a batch when that was so long ago: a system call costs 2 to 10 µs."""
 LOOK_EVERY = 8
 """Every how many batches the number of running requests is looked at."""
+_NO_MODE = object()
 _UNKNOWN_STEPS = -1
 """Draft steps of a cycle, until the verify input or the worker says them."""
 FLUSH_RESULTS = 16
@@ -76,7 +78,7 @@ class Session:
         self._open = False
         self._poll_at_ns = 0
         self._plans_to_look = 0
-        self._decode_mode: Any = None
+        self._decode_mode: Any = _NO_MODE
         self._logged: set[str] = set()
         self._idle_poll = 0.0
         self._draft_steps_left = 0
@@ -141,6 +143,8 @@ class Session:
 
     def _state_changed(self, state: str) -> None:
         recorder = self.recorder
+        if not self.budget.counting:
+            self._launched.clear()  # their results pass unseen, and must not be taken for later ones
         if recorder is not None:
             recorder.set_state(state)
             self.flush()
@@ -240,7 +244,14 @@ class Session:
                 return timer.open_prefill()
             self._decode_mode = mode
         before = RowsBefore(batch.reqs, counters=True) if self.rows_at_launch else None
-        record = timer.open(len(batch.reqs), _UNKNOWN_STEPS, 0)
+        previous = timer.last_opened
+        try:
+            record = timer.open(len(batch.reqs), _UNKNOWN_STEPS, 0)
+        except Exception:  # it costs the times, and no count
+            if timer.last_opened is None or timer.last_opened is previous:
+                raise
+            record = timer.last_opened
+            self.failed("cycle", record)
         if before is not None:
             record.before = before
         # With data parallelism a decode rank may take the prefill path when another rank prefills.
@@ -260,7 +271,10 @@ class Session:
         """Close a cycle and let it travel on its result."""
         timer = self.timer
         assert timer is not None
-        timer.close(record)
+        try:
+            timer.close(record)
+        except Exception:  # it costs the times, and no count
+            self.failed("cycle", record)
         if record.before is not None and not record.before.updated():
             record.before = None
         if record.beside_prefill and record.before is None and getattr(result, "accept_lens", None) is None:
@@ -314,8 +328,8 @@ class Session:
         record = timer.last_opened
         if record is None:
             return
-        record.num_steps = int(verify_input.spec_steps)
-        record.num_draft_tokens = int(verify_input.draft_token_num)
+        # Both or none: half of it would count fewer drafts than none.
+        record.num_steps, record.num_draft_tokens = int(verify_input.spec_steps), int(verify_input.draft_token_num)
         current = timer.current
         if current is not None and current.kinds[-1] == kinds.OTHER:
             # No drafting in this cycle (zero steps, or drafted at the end of the last one): what happened since its
@@ -435,7 +449,12 @@ class Session:
                 self.begin_capture(events, *args, **kwargs)
             except Exception:
                 self._give_up_graph_events()
-            result = original(*args, **kwargs)
+            try:
+                result = original(*args, **kwargs)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    events.abandon_capture()
+                raise
             try:
                 events.end_capture()
             except Exception:
@@ -746,18 +765,20 @@ class Session:
         appended, ended = rows.after()
         self._appended += appended
         record = rows.record
-        if record is not None:
-            drafts: Sequence[int] | None = ()
-            if rows.contexts and not record.prefill and not self.plain_decode:
-                drafts = correct_drafts(result) if record.before is None else rows.drafts_of_requests()
-                if drafts is None and not record.beside_prefill:
-                    raise ValueError("a decode cycle brought no accept lengths")
-            self._results.append((record, rows, drafts))
-        rows.requests = ()  # they belong to SGLang
-        self._spent_ns += perf_counter_ns() - begin + spent_ns
-        # After the last answer of an offline script nothing more may run here: its Engine kills the scheduler.
-        if ended or begin > self._flush_at_ns or len(self._results) >= self._flush_results:
-            self.flush()
+        try:
+            if record is not None:
+                drafts: Sequence[int] | None = ()
+                if rows.contexts and not record.prefill and not self.plain_decode:
+                    drafts = correct_drafts(result) if record.before is None else rows.drafts_of_requests()
+                    if drafts is None and not record.beside_prefill:
+                        raise ValueError("a decode cycle brought no accept lengths")
+                self._results.append((record, rows, drafts))
+        finally:
+            rows.requests = ()  # they belong to SGLang
+            self._spent_ns += perf_counter_ns() - begin + spent_ns
+            # After the last answer of an offline script nothing more may run here: its Engine kills the scheduler.
+            if ended or begin > self._flush_at_ns or len(self._results) >= self._flush_results:
+                self.flush()
 
     def _acceptance(self, record: CycleRecord, rows: RowsBefore, drafts: Sequence[int] | None) -> Acceptance:
         """Return what a result says of its cycle.
@@ -784,7 +805,10 @@ class Session:
             if self.recording:
                 recorder.add_output_tokens(self._appended)
             self._appended = 0
-        self.collect_draft_steps(final=False)
+        try:
+            self.collect_draft_steps(final=False)
+        except Exception:  # the counts wait behind it
+            self.failed("draft_graph")
         results, self._results = self._results, []
         for record, rows, drafts in results:
             try:

@@ -244,8 +244,9 @@ class CycleTimer:
         elif self.budget.time_this_cycle():
             clock = self.clock
             if record.consecutive and previous is not None and previous.slot is not None and clock.tells_host_bound:
-                # Asked before anything of this cycle is enqueued: if the device is through, it waits for us.
-                record.host_bound = clock.done(previous.slot)
+                # Asked before anything of this cycle is enqueued: if the device is through, it waits for us. A
+                # predecessor that failed may lack the mark of its end.
+                record.host_bound = clock.done(previous.slot) if previous.valid else None
             self._start(record, OTHER)
             if record.timed:
                 record.parts = self._timed_cycles % PARTS_EVERY == 0
@@ -408,7 +409,12 @@ class CycleTimer:
                     self._lose_oldest()
                     continue
                 slot = record.slot
-                if slot is not None and not self.clock.done(slot):
+                try:
+                    complete = slot is None or self.clock.done(slot)
+                except Exception as caught:  # this one's times are lost, and it must not hold up the others for ever
+                    error, complete = caught, True
+                    record.valid = False
+                if not complete:
                     if len(pending) < 4:
                         break
                     # Do not hold up the others.

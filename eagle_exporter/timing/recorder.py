@@ -85,6 +85,7 @@ class RankRecorder:
         self._last_capture = self._slot("eagle_kernel_last_capture_timestamp_seconds")
         self._batch: dict[tuple[int, int], _BatchSlots] = {}
         self._hooks: dict[str, bool] = {}
+        self._stopped = False
 
     # --- set-up ------------------------------------------------------------------------------------------
     def start(self, hooks: dict[str, bool], state: str) -> None:
@@ -104,7 +105,8 @@ class RankRecorder:
         """Show the state of the timing; where nothing is counted any more no hook is up and no gauge holds on."""
         for name, slot in self._states.items():
             self.values[slot] = float(name == state)
-        stopped = state in ("off", "fuse_errors")
+        # What arrived before is recorded after this; it counts, but is no reading of the present.
+        self._stopped = stopped = state in ("off", "fuse_errors")
         for hook, attached in self._hooks.items():
             self.set_gauge("eagle_hook_up", float(attached and not stopped), hook)
         if stopped:
@@ -148,8 +150,9 @@ class RankRecorder:
         if last is None:
             return
         values[self._last_cycle] = time.time()
-        values[self._num_steps] = last.num_steps
-        values[self._num_draft_tokens] = last.num_draft_tokens
+        if not self._stopped:
+            values[self._num_steps] = last.num_steps
+            values[self._num_draft_tokens] = last.num_draft_tokens
         for (rows, num_steps), group in alike.items():
             batch = self._batch_slots(rows, num_steps)
             count = float(len(group))

@@ -686,3 +686,35 @@ def test_a_cycle_waits_for_the_device_only_once_its_result_is_there(tmp_path: Pa
     bench.timer.drain()
     seen.append(bench.timer.waiting)
     assert seen == [False, False, True, False]
+
+
+def test_a_cycle_about_which_the_device_cannot_be_asked_holds_nothing_up(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = bench.launch(), bench.launch()
+    done, bad = bench.clock.done, first.slot
+
+    def fails(slot: Any) -> bool:
+        if slot is bad:
+            raise RuntimeError("CUDA error 999")
+        return done(slot)
+
+    monkeypatch.setattr(bench.clock, "done", fails)
+    bench.timer.take(first, ACCEPTED)
+    bench.timer.take(second, ACCEPTED)
+    with pytest.raises(RuntimeError, match="999"):
+        bench.timer.drain()
+    assert not bench.timer.waiting
+    assert bench.value("eagle_cycles_total") == 2
+    assert bench.value("eagle_cycles_dropped_total", "hook_error") == 1
+    assert histogram(bench.recorder, "eagle_cycle_duration_seconds")[0] == 1
+    bench.timer.drain()
+
+
+def test_a_cycle_after_a_failed_one_is_not_said_to_be_host_bound(bench: Bench) -> None:
+    """The failed one may lack the mark of its end, and its last mark tells nothing."""
+    bench.cycle()
+    failed = bench.launch()
+    bench.timer.fail(failed)
+    record = bench.timer.open(1, 3, 4)
+    assert record.host_bound is None

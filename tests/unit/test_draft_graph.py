@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from eagle_exporter.hooks.draft_graph import READ_EVERY, DraftGraphEvents
+from eagle_exporter.hooks.session import Session
 from eagle_exporter.timing.cycle import CycleRecord
 
 
@@ -225,3 +227,42 @@ def test_a_cycle_given_up_meanwhile_is_dropped() -> None:
     record.slot = None
     events.collect(timer, final=False)  # type: ignore[arg-type]
     assert timer.dropped == ["draft_step"]
+
+
+def test_a_reading_that_fails_is_not_tried_again() -> None:
+    """It would fail at each launch of a graph, for ever."""
+    events, timer = captured(), Timer()
+    replay(events, [1.0, 1.25, 1.75])
+
+    def fails(slot: Any, mark: int) -> bool:
+        raise RuntimeError("CUDA error 999")
+
+    timer.clock.reached = fails  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError):
+        events.collect(timer, final=False)  # type: ignore[arg-type]
+    events.collect(timer, final=True)  # type: ignore[arg-type]
+
+
+def test_a_draft_that_raises_while_it_is_captured_leaves_no_loose_end_and_no_event_to_come() -> None:
+    cuda = Cuda()
+    session = Session()
+    session.graph_events = events = DraftGraphEvents(cuda)
+    model_forward = session.wrapper("draft_step")(lambda: None)
+
+    def draft(worker: Any, forward_batch: Any) -> None:
+        model_forward()
+        if cuda.capturing:
+            raise RuntimeError("SGLang's own error")
+
+    draft_forward = session.wrapper("draft")(draft)
+    worker, forward_batch = SimpleNamespace(speculative_num_steps=3), SimpleNamespace(batch_size=4)
+    cuda.capturing = False
+    draft_forward(worker, forward_batch)
+    cuda.capturing = True
+    with pytest.raises(RuntimeError, match="SGLang's own error"):
+        draft_forward(worker, forward_batch)
+    assert cuda.main.did == ["wait for branch"]
+    did = list(events._branch.did)
+    model_forward()  # of whatever is captured next
+    assert events._branch.did == did
+    assert events.graphs == {}
