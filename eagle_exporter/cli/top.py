@@ -15,7 +15,7 @@ from eagle_exporter.catalogue import STOPPED_STATES
 from eagle_exporter.cli.serve import registry_root
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from rich.console import Console, RenderableType
@@ -186,35 +186,40 @@ def _print_json(source: Source, document: Document, *, once: bool, interval: flo
             print(f"eagle-exporter top: {error}", file=sys.stderr)
 
 
+def _readings(source: Source, document: Document, interval: float) -> Iterator[tuple[Document, str | None]]:
+    """Yield the first document, then one per interval: the newest there is, with what kept it from being newer."""
+    problem: str | None = None
+    while True:
+        yield document, problem
+        time.sleep(interval)
+        try:
+            document, problem = source.read(), None
+        except SourceError as error:
+            problem = str(error)
+
+
 def _pages(source: Source, document: Document, console: Console, *, window: str, interval: float) -> int:
     """Print page below page: a pipe, a file or a terminal without a cursor keeps what was written."""
-    problem: str | None = None
     with contextlib.suppress(KeyboardInterrupt):
-        while True:
+        for newest, problem in _readings(source, document, interval):
             captured = source.captures()
-            console.print(render(document, window, console.width, problem=problem, captured=captured))
+            console.print(render(newest, window, console.width, problem=problem, captured=captured))
             console.print()
             sys.stdout.flush()
-            time.sleep(interval)
-            try:
-                document, problem = source.read(), None
-            except SourceError as error:
-                problem = str(error)
     return 0
 
 
 def _live(source: Source, document: Document, console: Console, *, window: str, interval: float) -> int:
     from rich.live import Live
 
-    problem: str | None = None
     with (
         contextlib.suppress(KeyboardInterrupt),
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):
-        while True:
+        for newest, problem in _readings(source, document, interval):
             # Without colons in the way: the height is the terminal's, what does not fit is cut at the ranks.
             page = render(
-                document,
+                newest,
                 window,
                 console.width,
                 height=console.height,
@@ -222,11 +227,6 @@ def _live(source: Source, document: Document, console: Console, *, window: str, 
                 captured=source.captures(),
             )
             live.update(page, refresh=True)
-            time.sleep(interval)
-            try:
-                document, problem = source.read(), None
-            except SourceError as error:
-                problem = str(error)
     return 0
 
 

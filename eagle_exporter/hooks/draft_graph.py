@@ -6,7 +6,7 @@ They therefore belong to their graph and hold one cycle only, so they are read w
 to be complete and before the graph is launched again; otherwise the reading is dropped and counted.
 
 Inside the graph they hang on a branch of their own, beside the chain of kernels: a kernel need not wait for an event.
-In the chain itself each event between two kernels costs the GPU 4 µs in every replay, on a branch 0.3 (seen on an
+In the chain itself each event between two kernels costs the GPU 5 µs in every replay, on a branch under 1 (seen on an
 H200, see tests/gpu/events.py).
 """
 

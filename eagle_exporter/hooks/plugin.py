@@ -411,13 +411,7 @@ def start_rank(session: Session, hooks: AttachedHooks, scheduler: Any, word: Wor
         hooks.problems["identity"] = "the configuration of this SGLang cannot be read; see its log"
     else:
         known["eagle_spec_config_info"] = spec_config
-    if clock.name != "cuda_event" or (
-        # The driver was there when the graphs were captured, and cannot be called.
-        session.graph_events is not None
-        and session.graph_events.needs_driver
-        and not isinstance(clock, DriverEventClock)
-    ):
-        session.graph_events = None
+    session.graph_events = readable_graph_events(session.graph_events, clock)
     step_source = draft_step_source(session, worker) if hooks.up.get("draft_step") else "none"
     sample_every = "auto" if configured.sample_every is None else str(configured.sample_every)
     known["eagle_timing_info"] = (clock.name, step_source, sample_every)
@@ -514,6 +508,15 @@ def draft_graph_events(configured: Settings) -> DraftGraphEvents | None:
     except TypeError:  # an older torch
         return None
     return DraftGraphEvents(torch.cuda, cuda_driver.load())
+
+
+def readable_graph_events(events: DraftGraphEvents | None, clock: Clock) -> DraftGraphEvents | None:
+    """Return the events inside draft graphs where their times can be read beside `clock`, else None."""
+    if events is None or clock.name != "cuda_event":
+        return None
+    if events.needs_driver and not isinstance(clock, DriverEventClock):
+        return None  # the driver was there when the graphs were captured, and turned out not to be callable
+    return events
 
 
 def draft_step_source(session: Session, worker: Any) -> str:

@@ -2,7 +2,7 @@
 
 ``torch.cuda.Event.elapsed_time`` and ``query`` ask the driver in a way that takes 3.8 µs per event while the GPU has
 work to do, which is whenever it matters; ``cuEventElapsedTime_v2`` (CUDA 12.8 and newer) takes under 1 µs at all times
-and says whether both events are complete as well (seen on an H200 with driver 13.0, see tests/gpu/events.py).
+and says whether both events are complete as well (tried by hand on an H200; tests/gpu/events.py measures it).
 """
 
 from __future__ import annotations

@@ -19,16 +19,11 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
-from eagle_exporter.control import Control
 from eagle_exporter.hooks.session import Session
-from eagle_exporter.timing.budget import MAX_SAMPLE_EVERY, Budget
-from eagle_exporter.timing.clocks import HostClock
-from eagle_exporter.timing.cycle import CycleTimer
-from tests.benchmarks.wrapper_path import PROMPT_TOKENS
-from tests.ranks import make_plan
-from tests.unit.doubles import HandClock, make_recorder
-from tests.unit.test_acceptance import Request
-from tests.unit.test_session import Batch, Engine, Mode
+from eagle_exporter.timing.budget import MAX_SAMPLE_EVERY
+from tests.benchmarks.wrapper_path import prepared
+from tests.unit.doubles import HandClock
+from tests.unit.test_session import Engine
 
 MEMORY = 4 << 20
 """Bytes that are touched between two hooks; more than the second-level cache of most processors."""
@@ -102,22 +97,11 @@ def run(directory: Path, batch_size: int, sample_every: int | None, cycles: int)
     """Return microseconds per cycle by role; None for `sample_every` leaves the cycles unmeasured."""
     session = Session()
     watched: Any = Watched(session)
-    engine: Any = Busy(watched, HandClock())
-    batch = Batch([Request(f"{row:032x}", [1] * PROMPT_TOKENS) for row in range(batch_size)], Mode("decode"))
-    engine.running_batch = engine.next_plan = batch
-    if sample_every is not None:
-        directory.mkdir()
-        recorder = make_recorder(directory, make_plan(tiers=(engine.speculative_num_steps,), clock="host"))
-        budget = Budget(sample_every)
-        budget.spent = lambda seconds: None  # type: ignore[method-assign]  # the fuse must not end it
-        session.start(CycleTimer(HostClock(), recorder, budget), recorder, budget, Control(directory), recording=True)
+    one_cycle = prepared(Busy(watched, HandClock()), session, batch_size, directory, sample_every, fuse=False)
     for measured in (False, True):
         watched.nanoseconds.clear()
         for _ in range(cycles if measured else 32):
-            engine.plan(engine, None)
-            engine.allocate()
-            engine.cycle(batch)
-            engine.calls.clear()
+            one_cycle()
     return {role: value / cycles / 1e3 for role, value in watched.nanoseconds.items()}
 
 

@@ -40,13 +40,30 @@ class Nothing(Engine):
 def cycle(batch_size: int, directory: Path, sample_every: int | None) -> tuple[Cycle, Session]:
     """Return a function that runs one cycle, and its hooks; None for `sample_every` leaves it unmeasured."""
     session = Session()
-    engine: Any = Nothing(session, HandClock())
+    return prepared(Nothing(session, HandClock()), session, batch_size, directory, sample_every), session
+
+
+def prepared(
+    engine: Any, session: Session, batch_size: int, directory: Path, sample_every: int | None, *, fuse: bool = True
+) -> Cycle:
+    """Return a function that runs one cycle of an outline of SGLang.
+
+    Args:
+        engine: The outline, in the session's wrappers.
+        session: Is started here.
+        batch_size: Requests.
+        directory: Is made for the registry file.
+        sample_every: None leaves the cycles unmeasured.
+        fuse: The cost may stop the timing.
+    """
     batch = Batch([Request(f"{row:032x}", [1] * PROMPT_TOKENS) for row in range(batch_size)], Mode("decode"))
     engine.running_batch = engine.next_plan = batch
     if sample_every is not None:
         directory.mkdir()
         recorder = make_recorder(directory, make_plan(tiers=(engine.speculative_num_steps,), clock="host"))
         budget = Budget(sample_every)
+        if not fuse:
+            budget.spent = lambda seconds: None  # type: ignore[method-assign]
         session.start(CycleTimer(HostClock(), recorder, budget), recorder, budget, Control(directory), recording=True)
 
     def run() -> None:
@@ -55,7 +72,7 @@ def cycle(batch_size: int, directory: Path, sample_every: int | None) -> tuple[C
         engine.cycle(batch)
         engine.calls.clear()
 
-    return run, session
+    return run
 
 
 def cycles_counted(session: Session) -> float:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from eagle_exporter.timing import cuda_driver
 from tests.gpu.figures import bootstrap
 
 CYCLES = 100
@@ -82,29 +83,17 @@ def run(report: dict[str, Any], save: Callable[[], None]) -> None:
         stream.synchronize()
 
         def cycle(which: frozenset[int], drafted: Any, record: Callable[[int], Any]) -> None:
-            if 0 in which:
-                record(0)
-            small.add_(1)
-            small.add_(1)
-            if 1 in which:
-                record(1)
-            drafted.replay()
-            if 2 in which:
-                record(2)
-            for _ in range(5):
-                small.add_(1)
-            if 3 in which:
-                record(3)
-            verify.replay()
-            if 4 in which:
-                record(4)
-            for _ in range(6):
-                small.add_(1)
-            if 5 in which:
-                record(5)
-            extend.replay()
-            if 6 in which:
-                record(6)
+            def boundary(number: int) -> None:
+                if number in which:
+                    record(number)
+
+            boundary(0)
+            for number, (kernels, replay) in enumerate(((2, drafted.replay), (5, verify.replay), (6, extend.replay))):
+                for _ in range(kernels):
+                    small.add_(1)
+                boundary(2 * number + 1)
+                replay()
+                boundary(2 * number + 2)
             for _ in range(4):
                 small.add_(1)
 
@@ -181,13 +170,14 @@ def run(report: dict[str, Any], save: Callable[[], None]) -> None:
         report["mixed"] = mixed
         print("  mixed", mixed, flush=True)
 
-        driver = ctypes.PyDLL("libcuda.so.1")
-        record_raw = driver.cuEventRecord
-        handles = [ctypes.c_void_p(event.cuda_event) for event in events]
+        driver = cuda_driver.load()
+        if driver is None:
+            raise RuntimeError("this machine's CUDA driver lacks what the event clock calls")
+        handles = [cuda_driver.handle_of(event) for event in events]
         stream_handle = ctypes.c_void_p(stream.cuda_stream)
 
         def by_driver(index: int) -> None:
-            record_raw(handles[index], stream_handle)
+            driver.record(handles[index], stream_handle)
 
         report["gpu_us_per_cycle_by_driver"] = compare(
             {"none": ways["none"], "seven": ways["seven"], "seven_by_driver": (SEVEN, draft, by_driver)}
@@ -247,11 +237,8 @@ def run(report: dict[str, Any], save: Callable[[], None]) -> None:
             }
             for name in host_ways
         }
-        # Hot loops: record, query and elapsed time.
-        value = ctypes.c_float()
-        where = ctypes.byref(value)
-        elapsed, query = driver.cuEventElapsedTime, driver.cuEventQuery
 
+        # Hot loops: record, query and elapsed time.
         def loop(function: Callable[[], Any], times: int = 2000) -> float:
             begin = clock()
             for _ in range(times):
@@ -262,19 +249,37 @@ def run(report: dict[str, Any], save: Callable[[], None]) -> None:
         report["hot_us"] = {
             "record torch": loop(lambda: events[0].record(stream)),
             "record native": loop(lambda: natives[0].record(stream)),
-            "record driver": loop(lambda: record_raw(handles[0], stream_handle)),
+            "record driver": loop(lambda: driver.record(handles[0], stream_handle)),
         }
         stream.synchronize()
         report["hot_us"] |= {
             "query torch": loop(events[0].query),
             "query native": loop(native_first.query),
-            "query driver": loop(lambda: query(handles[0])),
             "elapsed torch": loop(lambda: events[1].elapsed_time(events[2])),
             "elapsed native": loop(lambda: native_first.elapsed_time(events[0])),
-            "elapsed driver": loop(lambda: elapsed(where, handles[1], handles[2])),
+            "elapsed driver": loop(lambda: driver.between(handles[1], handles[2])),
         }
-        torch_value = events[1].elapsed_time(events[2])
-        status = elapsed(where, handles[1], handles[2])
-        report["driver_agrees"] = [status, value.value, torch_value, query(handles[0])]
-        print("  host", report["host_us"], report["hot_us"], report["driver_agrees"], flush=True)
+        report["driver_agrees"] = [driver.between(handles[1], handles[2]), events[1].elapsed_time(events[2])]
+
+        # The first reading of events that are complete, while the GPU has other work.
+        readings: dict[str, Callable[[int], Any]] = {
+            "elapsed torch": lambda index: events[0].elapsed_time(events[index]),
+            "elapsed driver": lambda index: driver.between(handles[0], handles[index]),
+        }
+        busy: dict[str, list[int]] = defaultdict(list)
+        for _ in range(25):
+            for name, read in readings.items():
+                for event in events:
+                    small.add_(1)
+                    event.record(stream)
+                stream.synchronize()
+                for _ in range(200):
+                    x @ weight
+                begin = clock()
+                for index in range(1, len(events)):
+                    read(index)
+                busy[name].append((clock() - begin) // (len(events) - 1))
+                stream.synchronize()
+        report["busy_us"] = {name: round(statistics.median(values) / 1e3, 2) for name, values in busy.items()}
+        print("  host", report["host_us"], report["hot_us"], report["busy_us"], report["driver_agrees"], flush=True)
         save()

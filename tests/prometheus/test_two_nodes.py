@@ -158,7 +158,7 @@ def test_every_panel_shows_the_same_for_two_nodes_as_for_one(stack: Stack) -> No
         elif title in WEIGHTED:
             assert split == pytest.approx(whole, rel=0.1), title
         elif split != pytest.approx(whole, rel=1e-6):
-            assert split == pytest.approx(whole, rel=0.5), title
+            assert split == pytest.approx(whole, rel=0.45), title  # neither half nor double
             rough.add((title, target["refId"]))
     assert rough <= BY_THE_WALL_CLOCK
     assert compared > 150

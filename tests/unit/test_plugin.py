@@ -17,10 +17,14 @@ import pytest
 
 from eagle_exporter import settings
 from eagle_exporter.hooks import attach, identity, plugin, points
+from eagle_exporter.hooks.draft_graph import DraftGraphEvents
 from eagle_exporter.hooks.plugin import ATTACH, Word
 from eagle_exporter.hooks.session import Session
 from eagle_exporter.registry.reader import RegistryReader
+from eagle_exporter.timing.clocks import CudaEventClock, HostClock
+from eagle_exporter.timing.cuda_driver import CudaDriver
 from tests.ranks import RankProcess, write_ended
+from tests.unit.test_clocks import Device, Library, through_driver
 
 ENGINE = """
 class Engine:
@@ -386,6 +390,28 @@ def test_a_configuration_that_cannot_be_read_costs_its_own_series_only(
     assert rank.value("eagle_hook_up", "identity") == 0
     assert rank.family("eagle_spec_config_info") is None
     assert rank.value("eagle_hook_up", "accept") == 1
+
+
+@pytest.mark.parametrize(
+    ("clock", "driver", "readable"),
+    [
+        ("driver", True, True),
+        ("torch", False, True),
+        ("torch", True, False),
+        ("host", True, False),
+        ("host", False, False),
+    ],
+)
+def test_events_in_draft_graphs_are_read_only_by_what_can_read_them(clock: str, driver: bool, readable: bool) -> None:
+    device = Device()
+    made: dict[str, Any] = {
+        "driver": lambda: through_driver(device, 1, 2)[0],
+        "torch": lambda: CudaEventClock(1, 2, cuda=device),
+        "host": HostClock,
+    }
+    events = DraftGraphEvents(device, CudaDriver(Library(device)) if driver else None)
+    assert plugin.readable_graph_events(events, made[clock]()) is (events if readable else None)
+    assert plugin.readable_graph_events(None, made[clock]()) is None
 
 
 def test_hooks_can_be_taken_off_again(sglang: Path) -> None:

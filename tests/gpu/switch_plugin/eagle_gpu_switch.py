@@ -50,8 +50,8 @@ HOOK_METHODS = (
 
 
 WATCHED = {
-    "session": (*HOOK_METHODS, "take_record", "_poll_control"),
-    "timer": ("open", "mark", "close", "launch_verify", "drain", "_finish", "_times"),
+    "session": (*HOOK_METHODS, "_poll_control"),
+    "timer": ("open", "mark", "close", "launch_verify", "drain", "_times"),
     "clock": ("acquire", "mark", "done", "reached", "offsets", "between"),
     "recorder": ("add_cycles", "commit", "add_output_tokens"),
 }
