@@ -152,8 +152,10 @@ def test_every_rank_has_read_the_request_when_the_profiler_starts(
     rig: CapturedRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others look at the control file before a batch, when `POLL_NS` have passed since they last did."""
-    monkeypatch.setattr(capture, "LEAD_SECONDS", DELIVERED_LEAD_SECONDS)
     assert DELIVERED_LEAD_SECONDS > POLL_NS * 1e-9
+    # Longer than `LEAD` batches of this outline take, so that it is the time that is waited for.
+    lead = 20 * LEAD * sum(rig.engine.SECONDS.values())
+    monkeypatch.setattr(capture, "LEAD_SECONDS", lead)
     rig.ask(cycles=2)
     asked = rig.clock.now
     rig.cycles(1)
@@ -162,7 +164,7 @@ def test_every_rank_has_read_the_request_when_the_profiler_starts(
         rig.cycles(1)
         batches += 1
     assert batches > LEAD
-    assert rig.clock.now - asked > DELIVERED_LEAD_SECONDS
+    assert rig.clock.now - asked > lead
     rig.cycles(20)
 
 
