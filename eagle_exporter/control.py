@@ -1,7 +1,7 @@
 """The control file: how a command reaches the hooks of a running server.
 
 ``control`` in the server's directory is a small text file, one command a line (``#`` begins a comment), writable only
-by the server's owner. Hooks read it with ``pread`` once per cycle and never map it; the commands of
+by the server's owner. Hooks read it with ``pread`` a few times a second and never map it; the commands of
 ``eagle-exporter off``, ``on`` and ``profile`` write it in place.
 """
 

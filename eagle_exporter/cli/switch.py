@@ -68,7 +68,7 @@ def switch(args: argparse.Namespace, command: str) -> int:
             failed = True
             say(f"{directory / CONTROL_FILE}: {error.strerror}; only the user who runs the server may switch it")
             continue
-        print(f"{_name(directory)}: {command}; eagle_timing_enabled shows it from the server's next cycle on")
+        print(f"{_name(directory)}: {command}; eagle_timing_enabled shows it once the server has read it")
     for text in hookless.values():
         say(text)
     return 2 if failed or WITHOUT_CONTROL in hookless else 0

@@ -31,14 +31,14 @@ RECORD = "_eagle_exporter_cycle"
 """Attribute by which a cycle travels on SGLang's ``GenerationBatchResult``."""
 
 _IDLE_POLL_SECONDS = 0.25
-POLL_NS = 20_000_000
+POLL_NS = 50_000_000
 """The control file is looked at before a batch when that was so long ago: a system call costs 2 to 10 µs."""
 LOOK_EVERY = 8
 """Every how many batches the number of running requests is looked at."""
 _NO_MODE = object()
 _UNKNOWN_STEPS = -1
 """Draft steps of a cycle, until the verify input or the worker says them."""
-FLUSH_RESULTS = 16
+FLUSH_RESULTS = 32
 """Results that are recorded together; the clock's pool holds some more cycles than that."""
 FLUSH_NS = 200_000_000
 """Results wait no longer than this while the server is busy, and not at all once it is idle."""
@@ -86,6 +86,7 @@ class Session:
         self._error_counts: dict[str, int] = {}
         self._results: list[tuple[CycleRecord, RowsBefore, Sequence[int] | None]] = []
         self._appended = 0
+        self._allocation_ns = 0
         self._spent_ns = 0
         self._flush_at_ns = 0
         self._flush_results = FLUSH_RESULTS
@@ -271,10 +272,13 @@ class Session:
         """Close a cycle and let it travel on its result."""
         timer = self.timer
         assert timer is not None
-        try:
-            timer.close(record)
-        except Exception:  # it costs the times, and no count
-            self.failed("cycle", record)
+        if record.slot is None and timer.budget.countdown > 1:
+            timer.current = None  # as `close` would: most cycles come this way
+        else:
+            try:
+                timer.close(record)
+            except Exception:  # it costs the times, and no count
+                self.failed("cycle", record)
         if record.before is not None and not record.before.updated():
             record.before = None
         if record.beside_prefill and record.before is None and getattr(result, "accept_lens", None) is None:
@@ -691,10 +695,10 @@ class Session:
         return alloc_for_spec_decode
 
     def note_kv_allocation(self, nanoseconds: int) -> None:
-        """Count host time of an allocation beside the cycle."""
+        """Count host time of an allocation beside the cycle; `flush` records it."""
         # Divided by all cycles, so it counts whenever cycles do, timed or not.
         if self.recorder is not None and self.budget.counting:
-            self.recorder.add_kv_allocation(nanoseconds * 1e-9)
+            self._allocation_ns += nanoseconds
 
     # --- the result --------------------------------------------------------------------------------------
     def _wrap_accept(self, original: Function) -> Function:
@@ -801,10 +805,14 @@ class Session:
         timer, recorder = self.timer, self.recorder
         assert timer is not None
         assert recorder is not None
+        launch_ns = timer.timed_ns
         if self._appended:
             if self.recording:
                 recorder.add_output_tokens(self._appended)
             self._appended = 0
+        if self._allocation_ns:
+            recorder.add_kv_allocation(self._allocation_ns * 1e-9)
+            self._allocation_ns = 0
         try:
             self.collect_draft_steps(final=False)
         except Exception:  # the counts wait behind it
@@ -821,11 +829,12 @@ class Session:
             self.failed("accept")
         now = perf_counter_ns()
         self._flush_at_ns = now + FLUSH_NS
-        # Counting acceptance is not optional; what sampling and fuse can save is the timing.
-        timing = (now - begin + timer.host_ns) * 1e-9
-        recorder.add_host_cost(timing + self._spent_ns * 1e-9)
-        self._spent_ns = timer.host_ns = 0
-        self.budget.spent(timing)
+        # Counting is not optional; what sampling and fuse can save is the timing.
+        spent_ns = now - begin + launch_ns + timer.host_ns + self._spent_ns
+        timed_ns = timer.timed_ns
+        self._spent_ns = timer.host_ns = timer.timed_ns = 0
+        recorder.add_host_cost(spent_ns * 1e-9)
+        self.budget.spent(timed_ns * 1e-9, (spent_ns - timed_ns) * 1e-9, len(results))
         recorder.commit()
         if self.captures is not None:
             self.captures.poll(traffic=bool(results))
@@ -836,7 +845,10 @@ class Session:
             plan = original(scheduler, *args, **kwargs)
             if self.recorder is not None:
                 try:
-                    self.note_plan(scheduler, plan)
+                    # The gauge is published with the results of several cycles, so it is not looked at before each.
+                    self._plans_to_look -= 1
+                    if self._plans_to_look <= 0 or getattr(plan, "batch_to_run", plan) is None:
+                        self.note_plan(scheduler, plan)
                 except Exception:
                     self.failed("scheduler")
             return plan
@@ -846,14 +858,7 @@ class Session:
     def note_plan(self, scheduler: Any, plan: Any) -> None:
         """See what the scheduler runs next; None means an empty iteration."""
         batch = getattr(plan, "batch_to_run", plan)
-        if batch is not None:
-            # The gauge is published with the results of several cycles, so it is not looked at before each.
-            self._plans_to_look -= 1
-            if self._plans_to_look > 0:
-                return
-            self._plans_to_look = LOOK_EVERY
-        else:
-            self._plans_to_look = 0
+        self._plans_to_look = 0 if batch is None else LOOK_EVERY
         timer, recorder = self.timer, self.recorder
         assert timer is not None
         assert recorder is not None

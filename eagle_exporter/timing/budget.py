@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 
 TARGET_SHARE = 0.005
-"""``SAMPLE_EVERY=auto`` keeps the timing under this share of cycle time."""
+"""``SAMPLE_EVERY=auto`` keeps counting and timing together under this share of cycle time."""
+LEAST_TIMING_SHARE = 0.0005
+"""Where counting leaves less, timing may take this share of cycle time: some cycles are always timed."""
 FUSE_SHARE = 0.02
 """Above this share over `FUSE_SECONDS` timing stops; acceptance goes on."""
 FUSE_SECONDS = 60.0
@@ -14,6 +16,8 @@ FUSE_ERRORS = 20
 """So many errors of our own within `FUSE_SECONDS` stop everything."""
 MAX_SAMPLE_EVERY = 256
 _ADJUST_CYCLES = 64
+_NEVER = 1 << 62
+"""Cycles until the next timed one while none is."""
 
 
 class Budget:
@@ -24,6 +28,8 @@ class Budget:
         timing: Cycles may be timed.
         counting: Acceptance is counted.
         sample_every: Every how many cycles one is timed now.
+        countdown: The cycle with this number from now on is timed, 1 the next one. Whoever begins a cycle while it is
+            above 1 may subtract 1 instead of calling `time_this_cycle`.
     """
 
     def __init__(self, sample_every: int | None = None, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -34,9 +40,10 @@ class Budget:
         self.timing = self.counting = True
         self.on_change: Callable[[str], None] = lambda _state: None
         self._now = now
-        self._countdown = 1
+        self.countdown = 1
         self._timed = 0
-        self._cost_seconds = 0.0
+        self._cycles = 0
+        self._timing_cost = self._counting_cost = 0.0
         self._timed_seconds = 0.0
         self._fuse_start = now()
         self._fuse_cost = 0.0
@@ -53,35 +60,42 @@ class Budget:
 
     def time_this_cycle(self) -> bool:
         """Return whether the cycle that begins now is timed."""
-        if not self.timing:
+        self.countdown -= 1
+        if self.countdown > 0:
             return False
-        self._countdown -= 1
-        if self._countdown > 0:
-            return False
-        self._countdown = self.sample_every
+        self.countdown = self.sample_every
         return True
 
     def next_is_timed(self) -> bool:
         """Return whether the next cycle will be timed."""
-        return self.timing and self._countdown <= 1
+        return self.countdown <= 1
 
     def cycle_took(self, seconds: float) -> None:
         """A timed cycle, with the gap before it, took so long."""
         self._timed_seconds += seconds
         self._timed += 1
 
-    def spent(self, seconds: float) -> None:
-        """The timing spent so much host time; adjusts the sampling and blows the fuse."""
-        self._cost_seconds += seconds
-        self._fuse_cost += seconds
+    def spent(self, timing: float, counting: float, cycles: int) -> None:
+        """Take what the hooks have cost since the last call; adjusts the sampling and blows the fuse.
+
+        Args:
+            timing: Seconds of host time that only timed cycles take.
+            counting: Seconds of host time that every cycle takes.
+            cycles: Cycles that it was spent on, timed or not.
+        """
+        self._timing_cost += timing
+        self._fuse_cost += timing
+        if cycles:  # else it looked around while the server was idle
+            self._counting_cost += counting
+            self._cycles += cycles
         if self._timed >= _ADJUST_CYCLES:
-            if self.automatic and self._timed_seconds > 0:
-                # Both sums are over timed cycles, so their ratio is the share when every cycle is timed.
-                share = self._cost_seconds / self._timed_seconds
-                wanted = -(-share // TARGET_SHARE)
+            if self.automatic and self._timed_seconds > 0 and self._cycles > 0:
+                cycle = self._timed_seconds / self._timed
+                room = TARGET_SHARE * cycle - self._counting_cost / self._cycles
+                wanted = -(-self._timing_cost / self._timed // max(room, LEAST_TIMING_SHARE * cycle))
                 self.sample_every = max(1, min(MAX_SAMPLE_EVERY, int(wanted)))
-            self._timed = 0
-            self._cost_seconds = self._timed_seconds = 0.0
+            self._timed = self._cycles = 0
+            self._timing_cost = self._counting_cost = self._timed_seconds = 0.0
         elapsed = self._now() - self._fuse_start
         if elapsed >= FUSE_SECONDS:
             if self.state == "on" and self._fuse_cost / elapsed > FUSE_SHARE:
@@ -98,8 +112,8 @@ class Budget:
             self.set_state("fuse_errors")
 
     def _reset_windows(self) -> None:
-        self._timed = 0
-        self._cost_seconds = self._timed_seconds = self._fuse_cost = 0.0
+        self._timed = self._cycles = 0
+        self._timing_cost = self._counting_cost = self._timed_seconds = self._fuse_cost = 0.0
         self._fuse_start = self._now()
         self._errors.clear()
-        self._countdown = 1
+        self.countdown = 1 if self.timing else _NEVER

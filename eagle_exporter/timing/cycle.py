@@ -192,7 +192,8 @@ class CycleTimer:
 
     Attributes:
         current: The timed cycle that is being launched; None most of the time, and then hooks do nothing.
-        host_ns: Time spent in the timer, nanoseconds; whoever accounts for it sets it back to 0.
+        host_ns: Time spent in the timer in every cycle, nanoseconds; whoever accounts for it sets it back to 0.
+        timed_ns: Time that only timed cycles take, nanoseconds, likewise.
         graph_mean: Draft steps run inside one CUDA graph: a step is the mean over the draft forwards.
         profiled: A kernel capture runs: what begins now is counted, and not timed.
         last_opened: The decode cycle launched last, timed or not.
@@ -204,7 +205,7 @@ class CycleTimer:
         self.recorder = recorder
         self.budget = budget
         self.current: CycleRecord | None = None
-        self.host_ns = 0
+        self.host_ns = self.timed_ns = 0
         self.graph_mean = False
         self.profiled = False
         self._pending: deque[CycleRecord] = deque()
@@ -236,12 +237,18 @@ class CycleTimer:
         else:
             self._consecutive = True
         self.last_opened = record
-        if len(self._pending) >= MAX_PENDING:
+        pending = self._pending
+        if len(pending) >= MAX_PENDING:
             self._lose_oldest()
-        self._pending.append(record)
+        pending.append(record)
+        opened = perf_counter_ns()
+        self.host_ns += opened - begin
+        budget = self.budget
         if self.profiled:
             record.profiled = True
-        elif self.budget.time_this_cycle():
+        elif budget.countdown > 1:
+            budget.countdown -= 1  # without a call: most cycles come this way
+        elif budget.time_this_cycle():
             clock = self.clock
             if record.consecutive and previous is not None and previous.slot is not None and clock.tells_host_bound:
                 # Asked before anything of this cycle is enqueued: if the device is through, it waits for us. A
@@ -251,7 +258,7 @@ class CycleTimer:
             if record.timed:
                 record.parts = self._timed_cycles % PARTS_EVERY == 0
                 self._timed_cycles += 1
-        self.host_ns += perf_counter_ns() - begin
+            self.timed_ns += perf_counter_ns() - opened
         return record
 
     def open_prefill(self) -> CycleRecord:
@@ -264,7 +271,7 @@ class CycleTimer:
         self._pending.append(record)
         if self.budget.timing and not self.profiled:
             self._start(record, TARGET_VERIFY)
-        self.host_ns += perf_counter_ns() - begin
+        self.timed_ns += perf_counter_ns() - begin
         return record
 
     def _lose_oldest(self) -> None:
@@ -310,7 +317,7 @@ class CycleTimer:
             return
         record.kinds.append(kind)
         clock.mark(slot, now)
-        self.host_ns += perf_counter_ns() - now
+        self.timed_ns += perf_counter_ns() - now
 
     def launch_verify(self) -> None:
         """The target model's forward is about to be launched.
@@ -323,7 +330,7 @@ class CycleTimer:
             if record.host_bound is False:
                 begin = perf_counter_ns()
                 record.host_bound = self.clock.done(record.slot)
-                self.host_ns += perf_counter_ns() - begin
+                self.timed_ns += perf_counter_ns() - begin
             self.mark(TARGET_VERIFY)
 
     def launch_target(self) -> None:
@@ -355,7 +362,7 @@ class CycleTimer:
             # The gap before the next cycle, and whether it is host-bound, need the end of this one.
             record.slot = self._marked_slot()
         self.current = None
-        self.host_ns += perf_counter_ns() - begin
+        self.timed_ns += perf_counter_ns() - begin
 
     def fail(self, record: CycleRecord | None = None) -> None:
         """Give up the times of a cycle in which a hook failed; what it accepted still counts."""
@@ -424,11 +431,13 @@ class CycleTimer:
                     self._release(record)
                 pending.popleft()
                 times = None
-                try:
-                    if record.timed and acceptance.excluded is None:
+                if record.timed and acceptance.excluded is None:
+                    begin = perf_counter_ns()
+                    try:
                         times = self._times(record)
-                except Exception as caught:
-                    error = caught
+                    except Exception as caught:
+                        error = caught
+                    self.timed_ns += perf_counter_ns() - begin
                 try:
                     self._let_go(record, acceptance)
                 except Exception as caught:

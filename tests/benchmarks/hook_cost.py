@@ -80,7 +80,7 @@ class Registry:
             recorder.set_running_requests(batch_size)
             recorder.add_kv_allocation(1e-5)
             recorder.add_host_cost((perf_counter_ns() - begin) * 1e-9)
-            budget.spent(0.0)
+            budget.spent(0.0, 0.0, 1)
             recorder.commit()
 
         return run

@@ -33,7 +33,7 @@ def run(budget: Budget, time: Time, cycles: int, *, cycle: float, timed_cost: fl
         time.seconds += cycle
         if is_timed:
             budget.cycle_took(cycle)
-        budget.spent(timed_cost if is_timed else other_cost)
+        budget.spent(timed_cost if is_timed else 0.0, other_cost, 1)
     return timed
 
 
@@ -61,13 +61,39 @@ def test_automatic_sampling_times_every_cycle_when_that_is_cheap(time: Time) -> 
     assert budget.sample_every == 1
 
 
-@pytest.mark.parametrize(("cycle", "cost"), [(0.002, 0.00006), (0.001, 0.00008), (0.005, 0.0001)])
-def test_automatic_sampling_brings_the_cost_under_the_promised_share(time: Time, cycle: float, cost: float) -> None:
+@pytest.mark.parametrize(
+    ("cycle", "timing", "counting"),
+    [(0.002, 60e-6, 0.0), (0.001, 80e-6, 0.0), (0.005, 100e-6, 15e-6), (0.006, 90e-6, 25e-6), (0.020, 150e-6, 60e-6)],
+)
+def test_automatic_sampling_brings_all_that_the_hooks_cost_under_the_promised_share(
+    time: Time, cycle: float, timing: float, counting: float
+) -> None:
     budget = Budget(None, now=time)
-    run(budget, time, 20_000, cycle=cycle, timed_cost=cost)
-    timed = run(budget, time, 20_000, cycle=cycle, timed_cost=cost)
-    assert 0.5 * module.TARGET_SHARE <= timed * cost / (20_000 * cycle) <= module.TARGET_SHARE
+    run(budget, time, 20_000, cycle=cycle, timed_cost=timing, other_cost=counting)
+    timed = run(budget, time, 20_000, cycle=cycle, timed_cost=timing, other_cost=counting)
+    share = (timed * timing / 20_000 + counting) / cycle
+    assert 0.5 * module.TARGET_SHARE <= share <= module.TARGET_SHARE
     assert budget.state == "on"
+
+
+@pytest.mark.parametrize("counting", [9.6e-6, 10e-6, 40e-6])
+def test_where_counting_alone_takes_the_promised_share_timing_takes_a_tenth_of_it_more(
+    time: Time, counting: float
+) -> None:
+    budget = Budget(None, now=time)
+    run(budget, time, 20_000, cycle=0.002, timed_cost=60e-6, other_cost=counting)
+    timed = run(budget, time, 20_000, cycle=0.002, timed_cost=60e-6, other_cost=counting)
+    share = timed * 60e-6 / (20_000 * 0.002)
+    assert 0.9 * module.LEAST_TIMING_SHARE <= share <= module.LEAST_TIMING_SHARE
+    assert pytest.approx(0.1 * module.TARGET_SHARE) == module.LEAST_TIMING_SHARE
+
+
+def test_what_an_idle_server_costs_is_no_cost_of_its_cycles(time: Time) -> None:
+    budget = Budget(None, now=time)
+    for _ in range(1000):
+        run(budget, time, 1, cycle=0.010, timed_cost=20e-6, other_cost=10e-6)
+        budget.spent(0.0, 500e-6, 0)
+    assert budget.sample_every == 1
 
 
 def test_automatic_sampling_comes_back_when_cycles_get_longer(time: Time) -> None:

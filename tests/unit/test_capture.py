@@ -18,7 +18,7 @@ import pytest
 from eagle_exporter import catalogue, control
 from eagle_exporter.hooks import capture
 from eagle_exporter.hooks.capture import LEAD, SETTLE, Captures
-from eagle_exporter.hooks.session import POLL_NS, Session
+from eagle_exporter.hooks.session import FLUSH_RESULTS, POLL_NS, Session
 from eagle_exporter.kernels import files
 from eagle_exporter.kernels.files import Request
 from tests.ranks import make_plan
@@ -640,13 +640,13 @@ def test_a_scheduled_capture_comes_by_the_control_file_and_only_with_traffic(tmp
     rig.clock.advance(3600.0)
     rig.flush()
     assert "profile" not in (tmp_path / "control").read_text()
-    rig.cycles(20)
+    rig.cycles(FLUSH_RESULTS + 4)
     rig.look()
-    rig.cycles(20)
+    rig.cycles(FLUSH_RESULTS + 4)
     _wait_for_readers(rig)
     assert "profile id=" in (tmp_path / "control").read_text(), "so that every rank sees it"
     assert rig.outcomes() == {"completed": 1}
-    rig.cycles(30)
+    rig.cycles(2 * FLUSH_RESULTS)
     assert rig.outcomes() == {"completed": 1}, "the next one is an hour away"
 
 
