@@ -147,7 +147,7 @@ class RowsBefore:
             return Acceptance(wasted_rows=wasted, excluded=excluded)
         if len(drafts) != len(live):
             raise ValueError(f"{len(drafts)} accept lengths for {len(live)} rows")
-        accepted = list(compress(drafts, live))
+        accepted = list(drafts if len(self.contexts) == len(live) else compress(drafts, live))
         if min(accepted) < 0:
             raise ValueError(f"a negative number of accepted tokens: {min(accepted)}")
         return Acceptance(correct_drafts=accepted, context_tokens=self.contexts, wasted_rows=wasted)

@@ -38,9 +38,9 @@ LOOK_EVERY = 8
 _NO_MODE = object()
 _UNKNOWN_STEPS = -1
 """Draft steps of a cycle, until the verify input or the worker says them."""
-FLUSH_RESULTS = 32
+FLUSH_RESULTS = 64
 """Results that are recorded together; the clock's pool holds some more cycles than that."""
-FLUSH_NS = 200_000_000
+FLUSH_NS = 500_000_000
 """Results wait no longer than this while the server is busy, and not at all once it is idle."""
 
 _IDLE = Acceptance(excluded="idle")

@@ -25,8 +25,8 @@ TREE_BUILD, PREPARE, SAMPLE_ACCEPT = range(6, 9)
 FIRST_DRAFT_STEP = 9
 """Interval kinds above the phases: parts of the verify overhead, then one per draft forward (step 1 first)."""
 
-MAX_PENDING = 64
-"""Cycles whose results are awaited; one more means that the oldest will never get its result."""
+MAX_PENDING = 128
+"""Cycles whose results are awaited or wait to be recorded; one more means that the oldest will never get its result."""
 
 PARTS_EVERY = 16
 """Every how many timed cycles the parts of the verify overhead are measured too: they cost four events more."""
@@ -80,6 +80,7 @@ class CycleRecord:
         profiled: A kernel capture on some rank of the server disturbs it: not timed.
         beside_prefill: Another rank prefills (DP attention); this one may take the prefill path with it.
         before: What the hooks keep of the batch as it was launched.
+        given_up: Its result is not waited for any more.
     """
 
     # Most stay as they are, so they are the class's: a record is made in every cycle, between SGLang's launches.
@@ -92,6 +93,7 @@ class CycleRecord:
     consecutive = False
     host_bound: bool | None = None
     beside_prefill = False
+    given_up = False
     before: Any = None
     slot: Slot | None = None
     previous: CycleRecord | None = None
@@ -276,6 +278,7 @@ class CycleTimer:
 
     def _lose_oldest(self) -> None:
         lost = self._pending.popleft()
+        lost.given_up = True
         lost.previous = None
         self.recorder.drop("unmatched")
         self._release(lost)
@@ -374,6 +377,7 @@ class CycleTimer:
     def discard(self, record: CycleRecord) -> None:
         """Forget a cycle whose launch raised in SGLang: it will bring no result."""
         self.current = None
+        record.given_up = True
         if record in self._pending:
             self._pending.remove(record)
             self._release(record)
@@ -393,7 +397,7 @@ class CycleTimer:
 
     def take(self, record: CycleRecord, acceptance: Acceptance) -> None:
         """Take the acceptance of a cycle; `drain` records it."""
-        if record in self._pending:  # else it was given up before, and counted then
+        if not record.given_up:  # else it was dropped and counted then
             record.acceptance = acceptance
 
     def drain(self) -> None:
@@ -438,10 +442,13 @@ class CycleTimer:
                     except Exception as caught:
                         error = caught
                     self.timed_ns += perf_counter_ns() - begin
-                try:
-                    self._let_go(record, acceptance)
-                except Exception as caught:
-                    error = caught
+                if slot is None and self._held is None:
+                    record.previous = None  # as `_let_go` would: most cycles come this way
+                else:
+                    try:
+                        self._let_go(record, acceptance)
+                    except Exception as caught:
+                        error = caught
                 if not record.prefill:
                     finished.append((record, acceptance, times))
                     if times is not None:
@@ -464,7 +471,7 @@ class CycleTimer:
         finally:
             if record.prefill or acceptance.excluded is not None:
                 self._release(record)
-            else:
+            elif record.slot is not None:
                 self._held = record
 
     def _times(self, record: CycleRecord) -> PhaseTimes | None:
