@@ -39,48 +39,54 @@ class RowsBefore:
     """The requests of a batch, looked at before SGLang updates them.
 
     Attributes:
-        requests: The batch's requests in row order.
         live: Per row: the request still runs and is no health check.
-        lengths: Per row: output tokens so far.
         contexts: Per live row: prompt and output tokens so far.
         health_checks: Rows that are health checks.
         record: The cycle that the batch was launched as, None when it was not measured.
     """
 
-    __slots__ = ("_counted", "contexts", "health_checks", "lengths", "live", "record", "requests")
+    __slots__ = ("_all", "_running", "contexts", "health_checks", "live", "record")
 
     def __init__(self, requests: Sequence[Any], *, counters: bool = False) -> None:
         """Look at `requests` (SGLang ``Req`` objects); keep no reference beyond the result's processing.
 
         Args:
             requests: In row order.
-            counters: Look at the requests' own counts too, for `drafts_of_requests`.
+            counters: Look at the requests' own counts too, for `updated` and `drafts_of_requests`.
         """
         live: list[bool] = []
-        lengths: list[int] = []
+        running: list[tuple[Any, int]] = []
         contexts: list[int] = []
         health_checks = 0
         # All in one pass: it runs in every cycle, and by then the requests have left the processor's caches.
         for request in requests:
-            length = len(request.output_ids)
-            alive = request.finished_reason is None and not request.is_retracted
-            if alive and str(request.rid).startswith(HEALTH_CHECK_PREFIX):
-                alive = False
+            if request.finished_reason is not None or request.is_retracted:
+                live.append(False)
+            elif str(request.rid).startswith(HEALTH_CHECK_PREFIX):
+                live.append(False)
                 health_checks += 1
-            live.append(alive)
-            lengths.append(length)
-            if alive:
+            else:
+                length = len(request.output_ids)
+                live.append(True)
+                running.append((request, length))
                 contexts.append(len(request.origin_input_ids) + length)
-        self.requests = requests
         self.live = live
-        self.lengths = lengths
         self.contexts = contexts
         self.health_checks = health_checks
         self.record: CycleRecord | None = None
-        self._counted = [_counts(request) for request in requests] if counters else []
+        self._running: Sequence[tuple[Any, int]] = running
+        """Per live row: the request, and its output tokens so far."""
+        self._all: Sequence[tuple[Any, int, tuple[int, int] | None]] = (
+            [(request, len(request.output_ids), _counts(request)) for request in requests] if counters else ()
+        )
+        """Per row: the request, its output tokens, its own counts."""
+
+    def forget_counters(self) -> None:
+        """Let go of the rest of SGLang's objects."""
+        self._all = ()
 
     def after(self) -> tuple[int, bool]:
-        """Return what SGLang has done with the live rows since.
+        """Return what SGLang has done with the live rows since, once: they are let go.
 
         Returns:
             Output tokens appended, after stop conditions (``finished_len`` is where SGLang cuts the output of a
@@ -89,25 +95,23 @@ class RowsBefore:
         """
         total = 0
         running = ended = False
-        for request, alive, before in zip(self.requests, self.live, self.lengths, strict=True):
-            if alive:
-                appended = len(request.output_ids)
-                if request.finished_reason is None:
-                    running = True
-                else:
-                    ended = True
-                cut = request.finished_len
-                if cut is not None and cut < appended:
-                    appended = cut
-                if appended > before:
-                    total += appended - before
+        rows, self._running = self._running, ()
+        for request, before in rows:
+            appended = len(request.output_ids)
+            if request.finished_reason is None:
+                running = True
+            else:
+                ended = True
+            cut = request.finished_len
+            if cut is not None and cut < appended:
+                appended = cut
+            if appended > before:
+                total += appended - before
         return total, ended and not running
 
     def updated(self) -> bool:
-        """Return whether SGLang has appended to any request since: V1 does so inside the worker."""
-        return any(
-            len(request.output_ids) > before for request, before in zip(self.requests, self.lengths, strict=True)
-        )
+        """Return whether SGLang has appended to any request since: V1 does so inside the worker. Needs `counters`."""
+        return any(len(request.output_ids) > before for request, before, _ in self._all)
 
     def drafts_of_requests(self) -> list[int] | None:
         """Return accepted draft tokens per row by the requests' own counts; None when nothing was verified since.
@@ -118,7 +122,7 @@ class RowsBefore:
             ValueError: The requests do not say, or a live one was not verified exactly once.
         """
         drafts, checks = [], []
-        for request, before in zip(self.requests, self._counted, strict=True):
+        for request, _, before in self._all:
             now = _counts(request)
             if before is None or now is None:
                 raise ValueError(f"a request has none of {', '.join(_COUNTERS)}")

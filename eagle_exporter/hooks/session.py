@@ -778,7 +778,8 @@ class Session:
                         raise ValueError("a decode cycle brought no accept lengths")
                 self._results.append((record, rows, drafts))
         finally:
-            rows.requests = ()  # they belong to SGLang
+            if record is not None and record.before is not None:
+                rows.forget_counters()
             self._spent_ns += perf_counter_ns() - begin + spent_ns
             # After the last answer of an offline script nothing more may run here: its Engine kills the scheduler.
             if ended or begin > self._flush_at_ns or len(self._results) >= self._flush_results:

@@ -73,7 +73,7 @@ class CycleRecord:
         num_draft_tokens: Tokens verified per request.
         kinds: Interval kind that each mark opens.
         timed: Times are taken.
-        consecutive: The scheduler ran no idle, prefill or empty iteration since the previous cycle.
+        previous: Of a timed cycle the one before; None when an idle, prefill or empty iteration came between.
         draft_end: Number of the mark at which the draft steps end, 0 when there is none.
         step_seconds: Seconds of each draft forward from inside a CUDA graph, None when not read.
         host_bound: The device had finished the previous cycle before this one began; None when not known.
@@ -90,13 +90,13 @@ class CycleRecord:
     valid = True
     parts = False
     draft_end = 0
-    consecutive = False
     host_bound: bool | None = None
     beside_prefill = False
     given_up = False
     before: Any = None
     slot: Slot | None = None
     previous: CycleRecord | None = None
+    kinds: list[int] = _NONE
     acceptance: Acceptance | None = None
     step_seconds: Sequence[float] | None = None
 
@@ -104,7 +104,6 @@ class CycleRecord:
         self.rows = rows
         self.num_steps = num_steps
         self.num_draft_tokens = num_draft_tokens
-        self.kinds: list[int] = _NONE
         if prefill:
             self.prefill = True
 
@@ -232,12 +231,8 @@ class CycleTimer:
         """
         begin = perf_counter_ns()
         record = CycleRecord(rows, num_steps, num_draft_tokens)
-        previous = self.last_opened
-        if self._consecutive and previous is not None:
-            record.consecutive = True
-            record.previous = previous
-        else:
-            self._consecutive = True
+        previous = self.last_opened if self._consecutive else None
+        self._consecutive = True
         self.last_opened = record
         pending = self._pending
         if len(pending) >= MAX_PENDING:
@@ -252,12 +247,13 @@ class CycleTimer:
             budget.countdown -= 1  # without a call: most cycles come this way
         elif budget.time_this_cycle():
             clock = self.clock
-            if record.consecutive and previous is not None and previous.slot is not None and clock.tells_host_bound:
+            if previous is not None and previous.slot is not None and clock.tells_host_bound:
                 # Asked before anything of this cycle is enqueued: if the device is through, it waits for us. A
                 # predecessor that failed may lack the mark of its end.
                 record.host_bound = clock.done(previous.slot) if previous.valid else None
             self._start(record, OTHER)
             if record.timed:
+                record.previous = previous
                 record.parts = self._timed_cycles % PARTS_EVERY == 0
                 self._timed_cycles += 1
             self.timed_ns += perf_counter_ns() - opened
@@ -442,9 +438,7 @@ class CycleTimer:
                     except Exception as caught:
                         error = caught
                     self.timed_ns += perf_counter_ns() - begin
-                if slot is None and self._held is None:
-                    record.previous = None  # as `_let_go` would: most cycles come this way
-                else:
+                if slot is not None or self._held is not None:  # most cycles have nothing to let go
                     try:
                         self._let_go(record, acceptance)
                     except Exception as caught:
@@ -499,7 +493,7 @@ class CycleTimer:
         gap = None
         previous = record.previous
         # A predecessor that failed may lack the mark of its end.
-        if previous is not None and previous.slot is not None and previous.valid and record.consecutive:
+        if previous is not None and previous.slot is not None and previous.valid:
             gap = self.clock.between(previous.slot, slot)
             if not 0.0 <= gap < _LONGEST:
                 self.recorder.drop("invalid_duration")

@@ -134,13 +134,17 @@ def bootstrap(values: Sequence[float], rounds: int = 2000) -> tuple[float, float
     return medians[int(0.025 * rounds)], medians[int(0.975 * rounds) - 1]
 
 
-def compare_blocks(blocks: Sequence[Mapping[str, Any]], modes: Sequence[str], batch: int) -> dict[str, Any]:
+def compare_blocks(
+    blocks: Sequence[Mapping[str, Any]], modes: Sequence[str], batch: int, value: str = "seconds"
+) -> dict[str, Any]:
     """Return cycle times of modes that took turns, beside those of the first mode in the same round.
 
     Args:
-        blocks: ``mode``, ``round``, ``rows`` and ``seconds`` per cycle; each mode has two in a round.
+        blocks: ``mode``, ``round``, ``rows``, and of its cycles the mean in ``seconds`` and the median in
+            ``typical_seconds``; each mode has two in a round.
         modes: The first is the reference.
         batch: Requests; a round in which a block had others is left out, as is one that lacks a block.
+        value: Which of the two is compared. The median knows nothing of what is done in few cycles, and of stalls.
 
     Returns:
         For each mode its median microseconds per cycle, the median of the rounds' ratios (reference through mode, below
@@ -149,7 +153,7 @@ def compare_blocks(blocks: Sequence[Mapping[str, Any]], modes: Sequence[str], ba
     rounds: dict[int, dict[str, list[float]]] = {}
     void: set[int] = set()
     for block in blocks:
-        rounds.setdefault(block["round"], {}).setdefault(block["mode"], []).append(block["seconds"] * 1e6)
+        rounds.setdefault(block["round"], {}).setdefault(block["mode"], []).append(block[value] * 1e6)
         if block["rows"] != batch:
             void.add(block["round"])
     whole = [

@@ -108,7 +108,7 @@ def interleaved(
     seconds: float,
     deadline: float,
     *,
-    tokens: int = 6000,
+    tokens: int | None = None,
     cycles: int = BLOCK_CYCLES,
     settle: int = SETTLE_CYCLES,
 ) -> dict[str, Any]:
@@ -122,7 +122,8 @@ def interleaved(
         batch: Requests at once.
         seconds: How long, what comes first not counted.
         deadline: Unix time at which it ends in any case.
-        tokens: Of each answer: a round takes a few hundred cycles, and one that a request's end cuts off is void.
+        tokens: Of each answer; None for what a round takes. The longer the context, the longer the cycle, so the cost
+            is to be seen best in short answers; but a round that a request's end cuts off is void.
         cycles: Of a mode's turn.
         settle: How many of them do not count.
 
@@ -132,7 +133,11 @@ def interleaved(
     if "auto" in modes:
         engine.command(mode="auto")
     # It finds its sampling here, and the time of a token is found here too.
-    speed = engine.request(batch, min(tokens, 800))["tok_s"]
+    warm = engine.request(batch, min(tokens or 800, 800))
+    speed = warm["tok_s"]
+    if tokens is None:
+        accept_length = 800 * batch / warm["verify_ct"]
+        tokens = int(1.08 * 2 * len(modes) * cycles * accept_length)
     engine.command(interleave={"modes": modes, "cycles": cycles, "settle": settle})
     end = min(deadline, time.time() + seconds)
     requests = wrong = 0
@@ -165,18 +170,21 @@ def interleaved(
         "hook_errors": sum(total(each, "eagle_hook_errors_total") for each in gained),
         "dropped": sum(total(each, "eagle_cycles_dropped_total") for each in gained),
         **compare_blocks(taken["blocks"], modes, batch),
+        "typical": compare_blocks(taken["blocks"], modes, batch, "typical_seconds")["modes"],
     }
     if not report["rounds"]:
         raise RuntimeError(f"no whole round in {requests} requests: {report}")
     for mode, entry in report["modes"].items():
         costs = taken["block_costs"].get(mode)
         entry["hook_us_median"] = round(statistics.median(costs) * 1e6, 2) if costs else None
+        typical = report["typical"][mode]
         low, high = entry["ratio_ci95"]
         least, most = entry["more_us_ci95"]
         print(
             f"  batch {batch:2d} {mode:12s} {entry['cycle_us_median']:8.1f} us/cycle ratio {entry['ratio_median']:.4f} "
             f"[{low:.4f}, {high:.4f}] {entry['more_us_median']:+.1f} us [{least:+.1f}, {most:+.1f}] "
-            f"rounds={entry['rounds']} hook median {entry['hook_us_median']} us",
+            f"rounds={entry['rounds']} hook median {entry['hook_us_median']} us; "
+            f"median cycle: ratio {typical['ratio_median']:.4f} {typical['ratio_ci95']}",
             flush=True,
         )
     print(
@@ -299,8 +307,7 @@ def variant(name: str, **options: Any) -> Any:
         engine.request(16, 50)
         compared = ["raw", "on", "auto"]
         turns = ["raw", "on", "raw#control", "auto"]
-        part.take("interleaved_batch1", interleaved, engine, turns, 1, 80.0, begin + budget * 0.75)
-        part.take("interleaved_batch16", interleaved, engine, compared, 16, 20.0, begin + budget * 0.85)
+        part.take("interleaved_batch1", interleaved, engine, turns, 1, 40.0, begin + budget * 0.75)
         part.take("cost_batch1", alternate, engine, compared, 1, 800, 5, begin + budget * 0.95)
         part.take("cost_batch16", alternate, engine, compared, 16, 300, 3, begin + budget)
         part.take("parts_us", lambda: engine.command(parts=True)["parts"])
@@ -326,6 +333,14 @@ def in_place(engine: Engine, batches: tuple[int, ...] = (1, 16)) -> dict[str, An
     return report
 
 
+def typical_phases(engine: Engine) -> dict[str, float]:
+    """Median seconds of each phase in one request: a single stall of the host shifts the means by more than is sought."""
+    engine.command(record=True)
+    engine.request(1, 300)
+    cycles = [record for record in engine.command(take_records=True)["records"] if "phases" in record]
+    return {phase: statistics.median(cycle["phases"][i] for cycle in cycles) for i, phase in enumerate(PHASES)}
+
+
 def planted(engine: Engine) -> dict[str, Any]:
     """An extra kernel of known length in one phase at a time must show there, at its length, and nowhere else."""
     engine.command(mode="on")
@@ -334,12 +349,12 @@ def planted(engine: Engine) -> dict[str, Any]:
     empty = engine.command(calibrate=1)["sleep_seconds"]
     cycles = int(cycles * 0.5e-3 / (engine.command(calibrate=cycles)["sleep_seconds"] - empty))
     length = engine.command(calibrate=cycles)["sleep_seconds"] - empty
-    baseline = means_of(engine.request(1, 300))
+    baseline = typical_phases(engine)
     report: dict[str, Any] = {"kernel_seconds": length, "phases": {}}
     for phase in PHASES[:-1]:
         engine.command(plant=phase, plant_cycles=cycles)
-        found = means_of(engine.request(1, 300))
-        report["phases"][phase] = {other: found["device"][other] - baseline["device"][other] for other in PHASES}
+        found = typical_phases(engine)
+        report["phases"][phase] = {other: found[other] - baseline[other] for other in PHASES}
     engine.command(plant="")
     for phase, row in report["phases"].items():
         shown = " ".join(f"{other}={value * 1e6:+.0f}" for other, value in row.items())

@@ -670,6 +670,7 @@ def test_modes_take_turns_there_and_back_and_the_order_rotates(serving: Take) ->
     launched = ["raw", "on", "auto", "auto", "on", "raw", "on", "auto", "raw", "raw", "auto", "on", "auto"]
     assert engine.modes == [mode for mode in launched for _ in range(3)][: len(engine.modes)]
     assert all(block["rows"] == 1 and block["seconds"] > 0 for block in engine.turns.blocks)
+    assert all(0 < block["typical_seconds"] < 3 * block["seconds"] for block in engine.turns.blocks)
 
 
 @pytest.mark.parametrize("between", ["prefill", "idle", "rows"])
@@ -765,7 +766,13 @@ def test_the_mode_before_is_in_force_again_after_the_turns(serving: Take, switch
 
 def blocks_of(rows: int, **rounds: list[tuple[str, float]]) -> list[dict[str, Any]]:
     return [
-        {"mode": mode, "round": int(number[1:]), "rows": rows, "seconds": microseconds * 1e-6}
+        {
+            "mode": mode,
+            "round": int(number[1:]),
+            "rows": rows,
+            "seconds": microseconds * 1e-6,
+            "typical_seconds": microseconds * 0.5e-6,
+        }
         for number, blocks in rounds.items()
         for mode, microseconds in blocks
     ]
@@ -790,6 +797,8 @@ def test_blocks_are_compared_within_their_round_and_a_drift_cancels() -> None:
     assert on["ratio_ci95"] == [pytest.approx(1150 / 1160, abs=1e-5), pytest.approx(1550 / 1560, abs=1e-5)]
     assert report["modes"]["raw"]["ratio_ci95"] == [1.0, 1.0]
     assert figures.compare_blocks(blocks[:3], ["raw", "on"], 1)["modes"] == {}
+    typical = figures.compare_blocks(blocks, ["raw", "on"], 1, "typical_seconds")["modes"]["on"]
+    assert typical["more_us_median"] == 5.0
 
 
 class Taking(StandIn):
@@ -827,6 +836,7 @@ def test_modes_that_take_turns_are_reported_with_their_costs_and_wrong_outputs(t
     assert (report["modes"]["on"]["hook_us_median"], report["modes"]["raw"]["hook_us_median"]) == (25.0, None)
     assert report["wrong_outputs"] == report["requests"] >= 1
     assert report["modes"]["auto"]["rounds"] == 2 * report["requests"]
+    assert report["typical"]["on"]["more_us_median"] == 10.0
     assert report["launched_cycles"] == {"on": 100, "auto": 90}
     engine.rounds = 0
     with pytest.raises(RuntimeError, match="no whole round"):

@@ -16,6 +16,7 @@ kernel is a sleep too, a nanosecond a cycle.
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import os
 import sys
@@ -378,7 +379,7 @@ class Turns:
     changed anew, also where the mode stays the same, since Python's caches lose what they knew of a class then.
 
     Attributes:
-        blocks: Those that are done: mode, round, rows, and mean seconds per counted cycle.
+        blocks: Those that are done: mode, round, rows, and seconds of the counted cycles, their mean and their median.
         costs: Mode -> host seconds per cycle of each flush of many results.
         label: Whose turn it is.
     """
@@ -452,7 +453,16 @@ class Turns:
         else:
             counted = self._cycles - self._settle
             seconds = (moments[self._cycles] - moments[self._settle]) * 1e-9 / counted
-            self.blocks.append({"mode": self.label, "round": self._round, "rows": len(batch.reqs), "seconds": seconds})
+            each = sorted(end - start for start, end in itertools.pairwise(moments[self._settle :]))
+            self.blocks.append(
+                {
+                    "mode": self.label,
+                    "round": self._round,
+                    "rows": len(batch.reqs),
+                    "seconds": seconds,
+                    "typical_seconds": each[counted // 2] * 1e-9,
+                }
+            )
             self._cycle_seconds = seconds
             self._position += 1
             if self._position == 2 * len(self._modes):
