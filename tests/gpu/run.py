@@ -334,7 +334,7 @@ def in_place(engine: Engine, batches: tuple[int, ...] = (1, 16)) -> dict[str, An
 
 
 def typical_phases(engine: Engine) -> dict[str, float]:
-    """Median seconds of each phase in one request: a single stall of the host shifts the means by more than is sought."""
+    """Median seconds of each phase in one request; a single stall of the host shifts means by more than is sought."""
     engine.command(record=True)
     engine.request(1, 300)
     cycles = [record for record in engine.command(take_records=True)["records"] if "phases" in record]
