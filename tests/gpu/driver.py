@@ -47,7 +47,6 @@ class Platform:
         build: Makes a model pair of a shape and returns its directory.
         arguments: Of ``sglang.Engine``.
         environment: Of the server.
-        plugins: Of SGLang, besides the exporter's and the switch.
         prompt: Prompt number n.
         expected: The greedy continuation of a prompt.
     """
@@ -58,7 +57,6 @@ class Platform:
     prompt: Callable[[int], list[int]]
     expected: Callable[[list[int], int], Sequence[int]]
     environment: Mapping[str, str] = field(default_factory=dict)
-    plugins: tuple[str, ...] = ()
 
 
 def _build_for_gpu(shape: str) -> Path:
@@ -92,11 +90,8 @@ CUDA = Platform(
 )
 
 
-def cpu(ranks: int = 2, *, overlap: bool = False) -> Platform:
-    """Return the platform without a GPU for so many ranks; ``try_on_cpu.sh`` sets the rest of the environment.
-
-    With `overlap` the overlap scheduler runs, which SGLang does not offer for EAGLE on the CPU (a plugin of the demo).
-    """
+def cpu() -> Platform:
+    """Return the platform without a GPU; ``try_on_cpu.sh`` sets the rest of the environment."""
     from eagle_exporter.demo import answers
     from eagle_exporter.demo.models import build_pair
     from eagle_exporter.demo.sglang_server import _cores_per_rank
@@ -121,7 +116,7 @@ def cpu(ranks: int = 2, *, overlap: bool = False) -> Platform:
             "attention_backend": "torch_native",
             "prefill_attention_backend": "intel_amx",
             "speculative_draft_attention_backend": "intel_amx",
-            "disable_overlap_schedule": not overlap,
+            "disable_overlap_schedule": True,
             "max_total_tokens": 32768,
             "max_running_requests": 16,
             "mem_fraction_static": 0.05,
@@ -133,10 +128,8 @@ def cpu(ranks: int = 2, *, overlap: bool = False) -> Platform:
             "SGLANG_USE_CPU_ENGINE": "1",
             "TORCHDYNAMO_DISABLE": "1",
             "OMP_NUM_THREADS": "1",
-            "SGLANG_CPU_OMP_THREADS_BIND": _cores_per_rank(ranks),
-            **({"EAGLE_EXPORTER_DEMO_OVERLAP": "1", "TRITON_INTERPRET": "1"} if overlap else {}),
+            "SGLANG_CPU_OMP_THREADS_BIND": _cores_per_rank(2),
         },
-        ("eagle_exporter_demo_overlap",) if overlap else (),
     )
 
 
@@ -196,7 +189,7 @@ class Engine:
             "EAGLE_EXPORTER_EMBED": "0",
             "EAGLE_EXPORTER_DIR": str(REGISTRY),
             "EAGLE_EXPORTER_SERVER": name,
-            "SGLANG_PLUGINS": ",".join(("eagle_exporter", "eagle_gpu_switch", *platform.plugins)),
+            "SGLANG_PLUGINS": "eagle_exporter,eagle_gpu_switch",
             **(environment or {}),
         }
         self._before = {variable: os.environ.get(variable) for variable in values}

@@ -134,49 +134,6 @@ def bootstrap(values: Sequence[float], rounds: int = 2000) -> tuple[float, float
     return medians[int(0.025 * rounds)], medians[int(0.975 * rounds) - 1]
 
 
-def compare_blocks(
-    blocks: Sequence[Mapping[str, Any]], modes: Sequence[str], batch: int, value: str = "seconds"
-) -> dict[str, Any]:
-    """Return cycle times of modes that took turns, beside those of the first mode in the same round.
-
-    Args:
-        blocks: ``mode``, ``round``, ``rows``, and of its cycles the mean in ``seconds`` and the median in
-            ``typical_seconds``; each mode has two in a round.
-        modes: The first is the reference.
-        batch: Requests; a round in which a block had others is left out, as is one that lacks a block.
-        value: Which of the two is compared. The median knows nothing of what is done in few cycles, and of stalls.
-
-    Returns:
-        For each mode its median microseconds per cycle, the median of the rounds' ratios (reference through mode, below
-        1 is slower, as with tok/s) and of the differences in microseconds, each with a 95 % interval; and the rounds.
-    """
-    rounds: dict[int, dict[str, list[float]]] = {}
-    void: set[int] = set()
-    for block in blocks:
-        rounds.setdefault(block["round"], {}).setdefault(block["mode"], []).append(block[value] * 1e6)
-        if block["rows"] != batch:
-            void.add(block["round"])
-    whole = [
-        {mode: statistics.fmean(found[mode]) for mode in modes}
-        for number, found in sorted(rounds.items())
-        if number not in void and all(len(found.get(mode, ())) == 2 for mode in modes)
-    ]
-    report: dict[str, Any] = {"rounds": len(whole), "rounds_left_out": len(rounds) - len(whole), "modes": {}}
-    for mode in modes if whole else ():
-        ratios = [found[modes[0]] / found[mode] for found in whole]
-        more = [found[mode] - found[modes[0]] for found in whole]
-        report["modes"][mode] = {
-            "cycle_us_median": round(statistics.median(found[mode] for found in whole), 1),
-            "ratio_median": round(statistics.median(ratios), 5),
-            "ratio_ci95": [round(bound, 5) for bound in bootstrap(ratios)],
-            "more_us_median": round(statistics.median(more), 2),
-            "more_us_ci95": [round(bound, 2) for bound in bootstrap(more)],
-            "rounds": len(whole),
-            "cycle_us": [round(found[mode], 1) for found in whole],
-        }
-    return report
-
-
 def quantile(q: float, bounds: Sequence[float], counts: Sequence[float]) -> float | None:
     """Return a quantile as PromQL's ``histogram_quantile`` does; None of nothing.
 

@@ -22,17 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eagle_exporter.hooks.session import FLUSH_RESULTS
 from tests.gpu import driver, tensor_parallel
 from tests.gpu import events as single_events
 from tests.gpu import kernels as captures
 from tests.gpu.driver import Engine
-from tests.gpu.figures import PHASES, UNCOUNTED, acceptance, bootstrap, compare_blocks, gain, means, total, write
-
-SETTLE_CYCLES = 16
-BLOCK_CYCLES = SETTLE_CYCLES + FLUSH_RESULTS
-"""Cycles of a mode's turn; the first ones do not count. The hooks do some things every 16 cycles, and record results
-every `FLUSH_RESULTS`, so that is how many count."""
+from tests.gpu.figures import PHASES, UNCOUNTED, acceptance, bootstrap, gain, means, write
 
 
 def means_of(result: dict[str, Any]) -> dict[str, Any]:
@@ -101,106 +95,11 @@ def alternate(
     return report
 
 
-def interleaved(
-    engine: Engine,
-    modes: list[str],
-    batch: int,
-    seconds: float,
-    deadline: float,
-    *,
-    tokens: int | None = None,
-    cycles: int = BLOCK_CYCLES,
-    settle: int = SETTLE_CYCLES,
-) -> dict[str, Any]:
-    """Let the modes take turns within long requests; report cycle times beside those of the first mode.
-
-    Acceptance is the model's own, so the ratio of cycles per second is that of tok/s.
-
-    Args:
-        engine: Serves.
-        modes: The first is the reference.
-        batch: Requests at once.
-        seconds: How long, what comes first not counted.
-        deadline: Unix time at which it ends in any case.
-        tokens: Of each answer; None for what a round takes. The longer the context, the longer the cycle, so the cost
-            is to be seen best in short answers; but a round that a request's end cuts off is void.
-        cycles: Of a mode's turn.
-        settle: How many of them do not count.
-
-    Raises:
-        RuntimeError: There is no whole round.
-    """
-    if "auto" in modes:
-        engine.command(mode="auto")
-    # It finds its sampling here, and the time of a token is found here too.
-    warm = engine.request(batch, min(tokens or 800, 800))
-    speed = warm["tok_s"]
-    if tokens is None:
-        accept_length = 800 * batch / warm["verify_ct"]
-        tokens = int(1.08 * 2 * len(modes) * cycles * accept_length)
-    engine.command(interleave={"modes": modes, "cycles": cycles, "settle": settle})
-    end = min(deadline, time.time() + seconds)
-    requests = wrong = 0
-    gained: list[Any] = []
-    try:
-        while (count := min(tokens, int((end - time.time()) * speed / batch))) >= tokens // 3:
-            result = engine.request(batch, count)
-            speed = result["tok_s"]
-            requests += 1
-            wrong += not result["tokens_right"]
-            gained.append(result["gained"])
-        taken = engine.command(take_blocks=True)
-    finally:
-        if not engine.died:
-            engine.command(interleave=False)
-    report = {
-        "batch": batch,
-        "block_cycles": cycles,
-        "settle_cycles": settle,
-        "requests": requests,
-        "tokens": tokens,
-        "wrong_outputs": wrong,
-        "sampling": taken["sampling"],
-        "switches": taken["switches"],
-        "launched_cycles": {mode: value for mode, value in taken["launched"].items() if mode not in UNCOUNTED},
-        # Of those launched, all but one a switch with the overlap scheduler (it is in flight then), else all.
-        "counted_cycles": sum(
-            gain(each, "eagle_cycles_total") + total(each, "eagle_cycles_excluded_total") for each in gained
-        ),
-        "hook_errors": sum(total(each, "eagle_hook_errors_total") for each in gained),
-        "dropped": sum(total(each, "eagle_cycles_dropped_total") for each in gained),
-        **compare_blocks(taken["blocks"], modes, batch),
-        "typical": compare_blocks(taken["blocks"], modes, batch, "typical_seconds")["modes"],
-    }
-    if not report["rounds"]:
-        raise RuntimeError(f"no whole round in {requests} requests: {report}")
-    for mode, entry in report["modes"].items():
-        costs = taken["block_costs"].get(mode)
-        entry["hook_us_median"] = round(statistics.median(costs) * 1e6, 2) if costs else None
-        typical = report["typical"][mode]
-        low, high = entry["ratio_ci95"]
-        least, most = entry["more_us_ci95"]
-        print(
-            f"  batch {batch:2d} {mode:12s} {entry['cycle_us_median']:8.1f} us/cycle ratio {entry['ratio_median']:.4f} "
-            f"[{low:.4f}, {high:.4f}] {entry['more_us_median']:+.1f} us [{least:+.1f}, {most:+.1f}] "
-            f"rounds={entry['rounds']} hook median {entry['hook_us_median']} us; "
-            f"median cycle: ratio {typical['ratio_median']:.4f} {typical['ratio_ci95']}",
-            flush=True,
-        )
-    print(
-        f"  wrong outputs {wrong}, hook errors {report['hook_errors']:.0f}, dropped {report['dropped']:.0f}, "
-        f"launched {report['launched_cycles']}, counted {report['counted_cycles']:.0f}, switches {report['switches']}",
-        flush=True,
-    )
-    return report
-
-
 class Part:
     """Figures of one part, written after every step; a step that fails costs the others nothing."""
 
-    def __init__(self, out: Path, name: str, engine: Engine, *, without_gpu: bool = False) -> None:
+    def __init__(self, out: Path, name: str, engine: Engine) -> None:
         self._path = out / f"{name}.json"
-        self._without_gpu = without_gpu
         self._begin = time.time()
         self.report: dict[str, Any] = {"start_seconds": engine.start_seconds, "steps": {}}
 
@@ -214,8 +113,7 @@ class Part:
             traceback.print_exc()
             outcome["error"] = f"{type(error).__name__}: {error}"[:2000]
         self.report["steps"][name] = {"seconds": round(time.time() - started, 1), **outcome}
-        stamped = {} if self._without_gpu else stamp()
-        write(self._path, {**self.report, **stamped, "seconds": time.time() - self._begin})
+        write(self._path, {**self.report, **stamp(), "seconds": time.time() - self._begin})
 
 
 def served(engine: Engine, batch: int, tokens: int) -> dict[str, Any]:
@@ -268,9 +166,7 @@ def big(out: Path, budget: float) -> dict[str, Any]:
     compared = ["raw", "on", "raw#control", "auto"]
     others = ["raw", "host", "sync", "device_timer", "off"]
     # What runs first is what matters most if time runs out.
-    part.take("interleaved_batch1", interleaved, engine, compared, 1, 60.0, begin + budget * 0.5)
-    part.take("interleaved_batch16", interleaved, engine, ["raw", "on", "auto"], 16, 25.0, begin + budget * 0.6)
-    part.take("cost_batch1", alternate, engine, compared, 1, 800, 15, begin + budget * 0.8)
+    part.take("cost_batch1", alternate, engine, compared, 1, 800, 15, begin + budget * 0.7)
     part.take("in_place", in_place, engine)
     part.take("planted", planted, engine)
     part.take("planted_sync", planted_sync, engine)
@@ -306,9 +202,7 @@ def variant(name: str, **options: Any) -> Any:
         engine.command(mode="on")
         engine.request(16, 50)
         compared = ["raw", "on", "auto"]
-        turns = ["raw", "on", "raw#control", "auto"]
-        part.take("interleaved_batch1", interleaved, engine, turns, 1, 40.0, begin + budget * 0.75)
-        part.take("cost_batch1", alternate, engine, compared, 1, 800, 5, begin + budget * 0.95)
+        part.take("cost_batch1", alternate, engine, compared, 1, 800, 5, begin + budget * 0.85)
         part.take("cost_batch16", alternate, engine, compared, 16, 300, 3, begin + budget)
         part.take("parts_us", lambda: engine.command(parts=True)["parts"])
         engine.close()
@@ -563,20 +457,6 @@ def kernels(out: Path, budget: float, *, without_gpu: bool = False) -> dict[str,
     return report
 
 
-def turns_alone(out: Path, budget: float, *, without_gpu: bool = False) -> dict[str, Any]:
-    """Modes that take turns on the small model, and nothing else."""
-    begin = time.time()
-    engine = Engine("interleaved", "small", platform=driver.cpu(1, overlap=True) if without_gpu else driver.CUDA)
-    part = Part(out, "interleaved", engine, without_gpu=without_gpu)
-    turns = ["raw", "on", "raw#control", "auto"]
-    trial: dict[str, Any] = {"tokens": 400, "cycles": 8, "settle": 2} if without_gpu else {}
-    for batch, seconds in ((1, 25.0), (2, 15.0)) if without_gpu else ((1, 60.0), (16, 20.0)):
-        step = partial(interleaved, **trial)
-        part.take(f"interleaved_batch{batch}", step, engine, turns, batch, seconds, begin + budget)
-    engine.close()
-    return part.report
-
-
 def keep_traces(out: Path, server: str) -> None:
     """Copy the traces that captures of a server have left."""
     for path in driver.REGISTRY.glob(f"{server}/captures/*.trace.json.gz"):
@@ -608,13 +488,12 @@ PARTS = {
     "steps5": variant("steps5", shape="llama3-8b", steps=5, draft_tokens=6),
     "tp": tp,
     "kernels": kernels,
-    "interleaved": turns_alone,
 }
 LEAST_BUSY_CYCLES = 4
 """So many cycles in which the device never waited for the host are enough to compare no others with a trace."""
 HOST_BOUND_SECONDS = 90.0
 """What captures of the model that is bound by the host take, the start of its engine included."""
-WEIGHTS = {"big": 2.3}
+WEIGHTS = {"big": 2.6}
 """Parts that get more than one share of the budget."""
 
 
@@ -628,7 +507,7 @@ def main() -> int:
     parser.add_argument(
         "--without-gpu",
         action="store_true",
-        help="try the flow of a part (tp, kernels, interleaved) on the CPU; what it writes is no figure",
+        help="try the flow of a part (tp, kernels) on the CPU; what it writes is no figure",
     )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -641,13 +520,11 @@ def main() -> int:
         part: Callable[..., dict[str, Any]] = PARTS[name]
         if name == "kernels":
             part = partial(kernels, without_gpu=arguments.without_gpu)
-        if name == "interleaved":
-            part = partial(turns_alone, without_gpu=arguments.without_gpu)
         if name == "tp":
             part = partial(tp, gpus=arguments.gpus, without_gpu=arguments.without_gpu)
         try:
             report = part(arguments.out, (end - begin) * share)
-            if name not in ("tp", "kernels", "interleaved"):
+            if name not in ("tp", "kernels"):
                 write(arguments.out / f"{name}.json", {**report, **stamp(), "seconds": time.time() - begin})
             print(f"[{name}] done in {time.time() - begin:.0f} s", flush=True)
             failed += any("error" in step for step in report.get("steps", {}).values())

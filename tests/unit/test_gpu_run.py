@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,18 +19,12 @@ from eagle_exporter import catalogue
 from eagle_exporter.cli import profile
 from eagle_exporter.demo.recording import DEFAULT_RECORDING
 from eagle_exporter.demo.replay import write_cycles
-from eagle_exporter.hooks import plugin
-from eagle_exporter.hooks.session import Session
 from eagle_exporter.registry.reader import RankSnapshot, RegistryReader
-from eagle_exporter.timing.budget import Budget
 from eagle_exporter.timing.clocks import HostClock
-from eagle_exporter.timing.cycle import Acceptance, CycleRecord, CycleTimer, PhaseTimes
+from eagle_exporter.timing.cycle import Acceptance, CycleRecord, PhaseTimes
 from tests.gpu import driver, figures, run, summarise, tensor_parallel
 from tests.gpu import kernels as captures
-from tests.ranks import make_plan
-from tests.unit.doubles import HandClock, make_recorder, value
-from tests.unit.test_acceptance import Request
-from tests.unit.test_session import Batch, Engine, Mode
+from tests.unit.doubles import make_recorder, value
 
 GPU = Path(__file__).resolve().parents[1] / "gpu"
 
@@ -569,280 +560,7 @@ def test_every_place_of_a_fault_that_the_part_tp_uses_exists(switch: ModuleType,
     assert {"target_verify", "after_draft_extend", "kv_cache", "before_cycle", "result"} == used
 
 
-# --- modes that take turns ---------------------------------------------------------------------------------
-class Everyone(HandClock):
-    """The time of the outline engine, which the clock of every mode keeps too."""
-
-    def __init__(self) -> None:
-        super().__init__(40, 64)
-        self.others: list[HandClock] = []
-
-    def another(self, _name: str = "") -> HandClock:
-        clock = HandClock(40, 64)
-        clock.now = self.now
-        self.others.append(clock)
-        return clock
-
-    def advance(self, seconds: float) -> None:
-        for clock in self.others:
-            clock.advance(seconds)
-        super().advance(seconds)
-
-
-class Serving:
-    """The outline scheduler and worker, in which modes take turns.
-
-    Attributes:
-        up: The hooks are attached.
-        modes: Mode that each decode cycle was launched in.
-        lost: Cycles of modes that count, which were in flight at a switch.
-    """
-
-    def __init__(
-        self,
-        tmp_path: Path,
-        switch: ModuleType,
-        monkeypatch: pytest.MonkeyPatch,
-        modes: list[str],
-        cycles: int,
-        settle: int,
-        *,
-        overlap: bool = False,
-    ) -> None:
-        self.time = Everyone()
-        monkeypatch.setattr(plugin, "make_clock", self.time.another)
-        self.state, self.overlap = switch.State, overlap
-        self.recorder = make_recorder(tmp_path, make_plan(tiers=(0, 3)))
-        session = Session()
-        self.hooked, self.bare = Engine(session, self.time), Engine(Session(), self.time)
-        budget = Budget(1)
-        session.start(CycleTimer(self.time, self.recorder, budget), self.recorder, budget, None, recording=True)
-        self.up = True
-        patch = SimpleNamespace(redo=lambda: setattr(self, "up", True))
-        hooks = SimpleNamespace(patches=[patch], undo=lambda: setattr(self, "up", False))
-        monkeypatch.setattr(plugin, "active", [(session, hooks)])
-        self.turns = switch.Turns(session, hooks, modes, cycles, settle)
-        switch.State.turns = self.turns
-        self.modes: list[str] = []
-        self.lost = 0
-        self._in_flight: deque[tuple[Batch, Any]] = deque()
-
-    def iterate(self, batch: Batch | None) -> None:
-        """One iteration of the scheduler's loop, with the results one iteration later where they overlap."""
-        now, before, switches = self.time.now, self.state.mode, self.turns._switches
-        for clock in (self.time, *self.time.others):
-            clock.executed = now if self.overlap else math.inf
-        self.turns.see(batch)
-        if self.turns._switches != switches and self._in_flight and before != "raw":
-            self.lost += 1
-        engine = self.hooked if self.up else self.bare
-        if batch is not None:
-            if not batch.forward_mode.is_extend():
-                self.modes.append(self.state.mode)
-            self._in_flight.append((batch, engine.generate(engine, batch)))
-        while len(self._in_flight) > (self.overlap and batch is not None):
-            engine.process(engine, *self._in_flight.popleft())
-
-    def decode(self, cycles: int, rows: int = 1) -> None:
-        batch = Batch([Request(str(row)) for row in range(rows)])
-        for _ in range(cycles):
-            self.iterate(batch)
-
-    def done(self) -> list[tuple[int, str]]:
-        return [(block["round"], block["mode"]) for block in self.turns.blocks]
-
-
-Take = Callable[..., Serving]
-
-
-@pytest.fixture
-def serving(tmp_path: Path, switch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Take:
-    return partial(Serving, tmp_path, switch, monkeypatch)
-
-
-def test_modes_take_turns_there_and_back_and_the_order_rotates(serving: Take) -> None:
-    engine = serving(["raw", "on", "auto"], 3, 1)
-    engine.decode(2 * 6 * 3 + 1)
-    assert engine.done() == [
-        *((0, mode) for mode in ("raw", "on", "auto", "auto", "on", "raw")),
-        *((1, mode) for mode in ("on", "auto", "raw", "raw", "auto", "on")),
-    ]
-    launched = ["raw", "on", "auto", "auto", "on", "raw", "on", "auto", "raw", "raw", "auto", "on", "auto"]
-    assert engine.modes == [mode for mode in launched for _ in range(3)][: len(engine.modes)]
-    assert all(block["rows"] == 1 and block["seconds"] > 0 for block in engine.turns.blocks)
-    assert all(0 < block["typical_seconds"] < 3 * block["seconds"] for block in engine.turns.blocks)
-
-
-@pytest.mark.parametrize("between", ["prefill", "idle", "rows"])
-def test_a_round_is_void_where_something_else_than_decoding_comes_between(serving: Take, between: str) -> None:
-    engine = serving(["raw", "on"], 3, 1)
-    engine.decode(3 * 3 + 2)  # three blocks, and a part of the fourth
-    if between == "rows":
-        engine.decode(2, rows=2)  # this block had two numbers of rows; the next begins with its last batch
-        engine.decode(4 * 3, rows=2)
-    else:
-        engine.iterate(None if between == "idle" else Batch([Request()], Mode("extend")))
-        engine.iterate(None)
-        engine.decode(4 * 3 + 1)
-    assert engine.done() == [
-        *((0, mode) for mode in ("raw", "on", "on")),
-        *((1, mode) for mode in ("on", "raw", "raw", "on")),
-    ]
-    assert figures.compare_blocks(engine.turns.blocks, ["raw", "on"], 2 if between == "rows" else 1)["rounds"] == 1
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_cycles_in_flight_at_a_switch_raise_nothing_count_nowhere_and_leak_no_slot(
-    serving: Take, switch: ModuleType, overlap: bool
-) -> None:
-    switch.State.automatic = Budget()
-    switch.State.automatic.sample_every = 3
-    engine = serving(["raw", "on", "raw#control", "auto"], 20, 8, overlap=overlap)
-    for cycles in (8 * 20, 130, 75, 8 * 20 * 3):
-        engine.iterate(Batch([Request()], Mode("extend")))
-        engine.decode(cycles)
-        for _ in range(3):
-            engine.iterate(None)
-    turns, recorder = engine.turns, engine.recorder
-    assert {mode for _, mode in engine.done()} == {"raw", "on", "raw#control", "auto"}
-    assert switch._end_turns() == "on"
-    taken = turns.take()
-    counting = sum(mode != "raw" for mode in engine.modes)
-    assert sum(cycles for mode, cycles in taken["launched"].items() if mode != "raw") == counting
-    assert value(recorder, "eagle_cycles_total") == counting - engine.lost
-    assert (engine.lost > 10) == overlap
-    assert value(recorder, "eagle_batch_timed_cycles_total", "1", "3") < counting, "auto times some cycles only"
-    for hook in catalogue.HOOKS:
-        assert value(recorder, "eagle_hook_errors_total", hook) in (0.0, pytest.approx(math.nan, nan_ok=True)), hook
-    assert {reason: value(recorder, "eagle_cycles_dropped_total", reason) for reason in catalogue.DROPPED_REASONS} == (
-        dict.fromkeys(catalogue.DROPPED_REASONS, 0.0)
-    )
-    assert [clock.free for clock in engine.time.others] == [40, 40]
-    assert taken["sampling"]["on"] == 1
-    assert turns._sides["auto"].budget is switch.State.automatic
-    assert taken["block_costs"].keys() == {"on", "auto"}
-
-
-def test_steps_inside_a_draft_graph_that_were_not_read_before_a_switch_are_given_up(serving: Take) -> None:
-    engine = serving(["on", "raw"], 20, 8)
-    engine.decode(5)
-    session, _ = plugin.active[0]
-    events: Any = SimpleNamespace(unread=("a cycle", []), capturing=None, collect=lambda *_, **__: None)
-    session.graph_events = events
-    engine.decode(16)
-    assert engine.done() == [(0, "on")]
-    assert events.unread is None
-
-
-def test_turns_that_fail_do_not_end_the_scheduler_and_whoever_wants_the_blocks_is_told(
-    serving: Take, switch: ModuleType, tmp_path: Path
-) -> None:
-    engine = serving(["raw", "on"], 3, 1)
-    engine.turns.see(SimpleNamespace(forward_mode=None))
-    assert switch.State.turns is None
-    (tmp_path / "switch").write_text(json.dumps({"sequence": 1, "take_blocks": True}))
-    switch._obey(scheduler_of(0))
-    assert "AttributeError" in json.loads((tmp_path / "switch.done.0").read_text())["error"]
-
-
-def test_the_mode_before_is_in_force_again_after_the_turns(serving: Take, switch: ModuleType, tmp_path: Path) -> None:
-    engine = serving(["raw", "on"], 3, 1)
-    switch._end_turns()
-    engine.state.mode = "raw"
-    wanted = {"modes": ["on", "auto"], "cycles": 3, "settle": 1}
-    commands: list[dict[str, Any]] = [{"interleave": wanted}, {"take_blocks": True}, {"interleave": False}]
-    answers = []
-    for sequence, command in enumerate(commands):
-        if sequence == 1:
-            engine.turns = switch.State.turns
-            engine.decode(7)
-        (tmp_path / "switch").write_text(json.dumps({"sequence": 10 + sequence, **command}))
-        switch._obey(scheduler_of(0))
-        answers.append(json.loads((tmp_path / "switch.done.0").read_text()))
-    assert [answer.get("error") for answer in answers] == [None] * 3
-    assert [block["mode"] for block in answers[1]["blocks"]] == ["on", "auto"]
-    assert (answers[2]["mode"], engine.up, switch.State.turns) == ("raw", False, None)
-
-
-def blocks_of(rows: int, **rounds: list[tuple[str, float]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "mode": mode,
-            "round": int(number[1:]),
-            "rows": rows,
-            "seconds": microseconds * 1e-6,
-            "typical_seconds": microseconds * 0.5e-6,
-        }
-        for number, blocks in rounds.items()
-        for mode, microseconds in blocks
-    ]
-
-
-def test_blocks_are_compared_within_their_round_and_a_drift_cancels() -> None:
-    # The cycles get longer by 100 us a block, and `on` costs 10 us.
-    blocks = blocks_of(
-        1,
-        r0=[("raw", 1000), ("on", 1110), ("on", 1210), ("raw", 1300)],
-        r1=[("on", 1410), ("raw", 1500), ("raw", 1600), ("on", 1710)],
-        r2=[("raw", 5000), ("on", 9000), ("on", 9000)],
-    )
-    report = figures.compare_blocks(
-        [*blocks, *blocks_of(2, r3=[("raw", 1), ("on", 9), ("on", 9), ("raw", 1)])], ["raw", "on"], 1
-    )
-    assert (report["rounds"], report["rounds_left_out"]) == (2, 2)
-    on = report["modes"]["on"]
-    assert on["cycle_us"] == [1160.0, 1560.0]
-    assert (on["more_us_median"], on["more_us_ci95"]) == (10.0, [10.0, 10.0])
-    assert on["ratio_median"] == pytest.approx((1150 / 1160 + 1550 / 1560) / 2, abs=1e-5)
-    assert on["ratio_ci95"] == [pytest.approx(1150 / 1160, abs=1e-5), pytest.approx(1550 / 1560, abs=1e-5)]
-    assert report["modes"]["raw"]["ratio_ci95"] == [1.0, 1.0]
-    assert figures.compare_blocks(blocks[:3], ["raw", "on"], 1)["modes"] == {}
-    typical = figures.compare_blocks(blocks, ["raw", "on"], 1, "typical_seconds")["modes"]["on"]
-    assert typical["more_us_median"] == 5.0
-
-
-class Taking(StandIn):
-    """Answers with blocks; `rounds` whole ones per request, and the last request's tokens are wrong."""
-
-    rounds = 2
-    died = ""
-
-    def command(self, **command: Any) -> dict[str, Any]:
-        self.log += [f"{key}={value}" for key, value in command.items() if key in ("interleave", "take_blocks")]
-        answer = super().command(**command)
-        if command.get("take_blocks"):
-            served = sum(":" in entry and "interleave" not in entry for entry in self.log) - 1
-            there = [("raw", 1000.0), ("on", 1020.0), ("auto", 1005.0)]
-            whole: dict[str, Any] = {f"r{number}": [*there, *there[::-1]] for number in range(served * self.rounds)}
-            answer |= {
-                "blocks": blocks_of(1, **whole),
-                "block_costs": {"on": [2e-5, 3e-5], "auto": [1e-5]},
-                "launched": {"raw": 100, "on": 100, "auto": 90},
-                "switches": 12,
-                "sampling": {"on": 1, "auto": 2},
-            }
-        return answer
-
-    def request(self, batch: int, tokens: int) -> dict[str, Any]:
-        return {**super().request(batch, tokens), "tokens_right": tokens == 8}
-
-
-def test_modes_that_take_turns_are_reported_with_their_costs_and_wrong_outputs(tmp_path: Path) -> None:
-    engine = Taking(tmp_path, ranks=1)
-    # At 100 tok/s three seconds hold at most 300 tokens, so a request of 400 would be shortened, and none follows.
-    report = run.interleaved(engine, ["raw", "on", "auto"], 1, 3.0, time.time() + 60, tokens=400)  # type: ignore[arg-type]
-    assert [entry for entry in engine.log if "interleave" in entry][-1] == "interleave=False"
-    assert (report["modes"]["on"]["ratio_median"], report["modes"]["on"]["more_us_median"]) == (0.98039, 20.0)
-    assert (report["modes"]["on"]["hook_us_median"], report["modes"]["raw"]["hook_us_median"]) == (25.0, None)
-    assert report["wrong_outputs"] == report["requests"] >= 1
-    assert report["modes"]["auto"]["rounds"] == 2 * report["requests"]
-    assert report["typical"]["on"]["more_us_median"] == 10.0
-    assert report["launched_cycles"] == {"on": 100, "auto": 90}
-    engine.rounds = 0
-    with pytest.raises(RuntimeError, match="no whole round"):
-        run.interleaved(engine, ["raw", "on", "auto"], 1, 3.0, time.time() + 60, tokens=400)  # type: ignore[arg-type]
-
-
+# --- the profiler's trace ------------------------------------------------------------------------------------
 def trace_of(cycles: int, *, span_us: float) -> list[dict[str, Any]]:
     """A profiler's events: in each cycle one kernel of the verify, launched in its range."""
     events: list[dict[str, Any]] = []

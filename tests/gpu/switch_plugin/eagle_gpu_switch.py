@@ -5,9 +5,6 @@ while its scheduler is idle; the answer of rank n goes to the same name with ``.
 waits for the answers of all ranks before the next request, so no rank serves one in another mode than the others.
 Nothing of this runs while requests are served, except what a command asks for.
 
-``interleave`` lets modes take turns while requests are served (`Turns`): what two modes differ by is less than what two
-requests of one mode do.
-
 A plant is a fault: ``plant`` names the place (`PLANTS`), ``plant_ranks`` the ranks (None: all), ``plant_cycles`` the
 length of an extra kernel in GPU cycles, ``plant_seconds`` the seconds that the host sleeps instead. Without a GPU the
 kernel is a sleep too, a nanosecond a cycle.
@@ -16,13 +13,12 @@ kernel is a sleep too, a nanosecond a cycle.
 from __future__ import annotations
 
 import collections
-import itertools
 import json
 import os
 import sys
 import time
 import traceback
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 PATH = os.environ.get("EAGLE_GPU_SWITCH", "")
 _DRAFT_EXTEND = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode"
@@ -82,8 +78,6 @@ class State:
     part_calls: ClassVar[dict[str, int]] = collections.defaultdict(int)
     part_cycles = 0.0
     automatic: Any = None
-    turns: Any = None
-    turns_error = "none were begun"
     watched: ClassVar[list[tuple[Any, str, Any]]] = []
     device_times: ClassVar[dict[str, float]] = collections.defaultdict(float)
     keep_totals = False
@@ -122,10 +116,7 @@ def register() -> None:
         HookRegistry.register(target, planter(places), HookType.AROUND)
 
     def look(plan: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> Any:
-        batch = getattr(plan, "batch_to_run", plan)
-        if State.turns is not None:
-            State.turns.see(batch)
-        if batch is None:
+        if getattr(plan, "batch_to_run", plan) is None:
             now = time.monotonic()
             if now > State.next_look:
                 State.next_look = now + 0.002
@@ -194,16 +185,7 @@ def _run(command: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     session, hooks = plugin.active[0] if plugin.active else (None, None)
     answer: dict[str, Any] = {}
     if "mode" in command:
-        _end_turns()
         _set_mode(command["mode"], session, hooks, scheduler)
-    if "interleave" in command:
-        wanted, before = command["interleave"], _end_turns()
-        if before:
-            _set_mode(before, session, hooks, scheduler)
-        if wanted:
-            while State.watched:
-                setattr(*State.watched.pop())
-            State.turns = Turns(session, hooks, **wanted)
     if "plant" in command:
         ranks = command.get("plant_ranks")
         State.plant = command["plant"] if command["plant"] and (ranks is None or State.rank in ranks) else ""
@@ -227,10 +209,6 @@ def _run(command: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     if command.get("device_times"):
         answer["device_times"] = dict(State.device_times)
         State.device_times.clear()
-    if command.get("take_blocks"):
-        if State.turns is None:
-            raise RuntimeError(f"no modes take turns: {State.turns_error}")
-        answer |= State.turns.take()
     if command.get("costs"):
         answer["costs"] = State.costs[:]
         State.costs.clear()
@@ -309,6 +287,10 @@ def _runners(scheduler: Any) -> list[Any]:
 
 
 def _set_mode(mode: str, session: Any, hooks: Any, scheduler: Any) -> None:
+    from eagle_exporter.hooks.plugin import make_clock
+    from eagle_exporter.timing.budget import Budget
+    from eagle_exporter.timing.cycle import CycleTimer
+
     while State.watched:
         setattr(*State.watched.pop())
     want_timer = "device_timer" in mode
@@ -327,26 +309,6 @@ def _set_mode(mode: str, session: Any, hooks: Any, scheduler: Any) -> None:
         return
     for patch in hooks.patches:
         patch.redo()
-    _watch_costs(session)
-    side = _make_side(mode, session)
-    _start(session, side)
-    side.budget.set_state("off" if mode == "off" else "on")
-    session.recorder.set_state(side.budget.state)
-
-
-class Side(NamedTuple):
-    """What measures in one mode."""
-
-    timer: Any
-    budget: Any
-    graph_events: Any
-
-
-def _make_side(mode: str, session: Any) -> Side:
-    from eagle_exporter.hooks.plugin import make_clock
-    from eagle_exporter.timing.budget import Budget
-    from eagle_exporter.timing.cycle import CycleTimer
-
     clock = mode if mode in ("host", "sync") else "auto"
     sample_every = None if mode == "auto" else 1
     # As shipped is as a server that has found its sampling: it keeps the budget it had.
@@ -355,207 +317,16 @@ def _make_side(mode: str, session: Any) -> Side:
         State.automatic = budget
     if sample_every == 1:
         budget.spent = lambda *_: None  # type: ignore[method-assign]  # a measurement of the cost must not be ended by the fuse
+    _watch_costs(session)
+    previous = session.timer
     timer = CycleTimer(make_clock(clock), session.recorder, budget)
-    timer.graph_mean = session.timer.graph_mean
+    timer.graph_mean = previous.graph_mean
     if not hasattr(session, "all_graph_events"):
         session.all_graph_events = session.graph_events
-    return Side(timer, budget, session.all_graph_events if clock == "auto" else None)
-
-
-def _start(session: Any, side: Side) -> None:
-    session.graph_events = side.graph_events
-    session.start(side.timer, session.recorder, side.budget, session.control, recording=session.recording)
-
-
-class Turns:
-    """Modes that take turns while requests are served, a block of decode cycles each.
-
-    A round goes through the modes there and back (A B C, C B A), so that whatever grows with the length of the answers
-    cancels in it; the order rotates from round to round. It is void where anything but decoding comes between, or the
-    number of requests changes: the next one begins then.
-
-    The cycle that is in flight at a switch (overlap scheduler) is counted in neither mode. Nothing here costs one mode
-    more than another: what looks at each cycle stays in all of them, and each block begins with SGLang's classes
-    changed anew, also where the mode stays the same, since Python's caches lose what they knew of a class then.
-
-    Attributes:
-        blocks: Those that are done: mode, round, rows, and seconds of the counted cycles, their mean and their median.
-        costs: Mode -> host seconds per cycle of each flush of many results.
-        label: Whose turn it is.
-    """
-
-    def __init__(self, session: Any, hooks: Any, modes: list[str], cycles: int, settle: int) -> None:
-        """Begin with the first mode.
-
-        Args:
-            session: That measures.
-            hooks: What is attached.
-            modes: Names as of the command ``mode``, each with ``#`` and a word behind it where it comes more than once.
-            cycles: Of a block.
-            settle: How many of them do not count.
-
-        Raises:
-            ValueError: It cannot be done so.
-        """
-        names = [mode.partition("#")[0] for mode in modes]
-        if session is None or "device_timer" in " ".join([State.mode, *names]) or not 0 <= settle < cycles:
-            raise ValueError(f"{modes} cannot take turns of {cycles} cycles, of which {settle} do not count")
-        self.before = State.mode
-        self.blocks: list[dict[str, Any]] = []
-        self.costs: dict[str, list[float]] = collections.defaultdict(list)
-        self._session, self._hooks = session, hooks
-        self._modes, self._cycles, self._settle = modes, cycles, settle
-        self._sides = {name: _make_side(name, session) for name in dict.fromkeys(names) if name != "raw"}
-        for name, side in self._sides.items():
-            side.budget.set_state("off" if name == "off" else "on")
-        _watch_costs(session)
-        self.few = settle
-        """A flush of no more results does not count: what it costs falls on few cycles."""
-        self._launched: dict[str, int] = collections.defaultdict(int)
-        self._switches = 0
-        self._entered: dict[str, int] = collections.defaultdict(int)
-        self._cycle_seconds = 0.0
-        self._decode_mode: Any = None
-        self._moments: list[int] = []
-        self._rows: set[int] = set()
-        self._round = self._position = 0
-        self.label = ""
-        self._measuring = session.timer if State.mode != "raw" else None
-        self._begin()
-
-    def see(self, batch: Any) -> None:
-        """Take the scheduler's next batch: called in every iteration, so it does as little as can be."""
-        try:
-            if batch is not None:
-                mode = batch.forward_mode
-                if mode is self._decode_mode or self._decodes(mode):
-                    self._rows.add(len(batch.reqs))
-                    self._moments.append(time.perf_counter_ns())
-                    if len(self._moments) > self._cycles:
-                        self._end(batch)
-                    return
-            self._void()
-        except Exception:  # it must not end the scheduler; whoever wants the blocks is told
-            State.turns, State.turns_error = None, traceback.format_exc()
-
-    def _decodes(self, mode: Any) -> bool:
-        if mode.is_idle() or mode.is_extend():
-            return False
-        self._decode_mode = mode
-        return True
-
-    def _end(self, batch: Any) -> None:
-        """A block is over: this batch is the first of the next one."""
-        moments = self._moments
-        self._launched[State.mode] += self._cycles
-        if len(self._rows) > 1:
-            self._round, self._position = self._round + 1, 0
-        else:
-            counted = self._cycles - self._settle
-            seconds = (moments[self._cycles] - moments[self._settle]) * 1e-9 / counted
-            each = sorted(end - start for start, end in itertools.pairwise(moments[self._settle :]))
-            self.blocks.append(
-                {
-                    "mode": self.label,
-                    "round": self._round,
-                    "rows": len(batch.reqs),
-                    "seconds": seconds,
-                    "typical_seconds": each[counted // 2] * 1e-9,
-                }
-            )
-            self._cycle_seconds = seconds
-            self._position += 1
-            if self._position == 2 * len(self._modes):
-                self._round, self._position = self._round + 1, 0
-        self._begin()
-        self._rows.add(len(batch.reqs))
-        self._moments.append(time.perf_counter_ns())
-
-    def _void(self) -> None:
-        """Something else than decoding goes on: the round that was begun is none."""
-        if not self._moments and not self._position:
-            return
-        self._launched[State.mode] += len(self._moments)
-        self._round, self._position = self._round + 1, 0
-        self._begin()
-
-    def _begin(self) -> None:
-        self._leave()
-        patches = self._hooks.patches
-        for patch in patches:  # so that each block begins alike
-            patch.redo()
-        self._hooks.undo()
-        shift = self._round % len(self._modes)
-        there = self._modes[shift:] + self._modes[:shift]
-        self.label = (there + there[::-1])[self._position]
-        State.mode = self.label.partition("#")[0]
-        side = self._sides.get(State.mode)
-        if side is not None:
-            for patch in patches:
-                patch.redo()
-            _start(self._session, side)
-            self._session.recorder.set_state(side.budget.state)
-            self._measuring = side.timer
-            self._shift(side.budget)
-        self._switches += 1
-        self._moments.clear()
-        self._rows.clear()
-
-    def _shift(self, budget: Any) -> None:
-        """Begin somewhere else in what recurs every so many cycles, or the counted ones held too much or too little.
-
-        Results are recorded, for the first time, while the cycles do not count; which one is timed first varies too.
-        """
-        entered = self._entered[State.mode]
-        self._entered[State.mode] += 1
-        if budget.timing:
-            budget.countdown = 1 + entered % budget.sample_every
-        settling = self._settle * self._cycle_seconds * 1e9
-        self._session._flush_at_ns = time.perf_counter_ns() + int(settling * (entered * 0.618 % 1.0))
-
-    def _leave(self) -> None:
-        """Record what has arrived, and forget what is in flight."""
-        timer, session = self._measuring, self._session
-        if timer is None:
-            return
-        session.flush()
-        if session.graph_events is not None:
-            session.graph_events.unread = None
-        session._launched.clear()
-        # What is left has no result yet. One that comes later finds its cycle in no timer, and is passed over.
-        for record in (*timer._pending, timer._held):
-            if record is not None:
-                timer._release(record)
-        timer._pending.clear()
-        timer._held = timer.current = timer.last_opened = None
-        timer.interrupt()
-        self._measuring = None
-
-    def take(self) -> dict[str, Any]:
-        """Return what there is since the last time: blocks, costs by mode, cycles launched by mode, switches."""
-        taken = {
-            "blocks": self.blocks[:],
-            "block_costs": {mode: values[:] for mode, values in self.costs.items()},
-            "launched": dict(self._launched),
-            "switches": self._switches,
-            "sampling": {mode: side.budget.sample_every for mode, side in self._sides.items()},
-        }
-        self.blocks.clear()
-        self.costs.clear()
-        self._launched.clear()
-        self._switches = 0
-        return taken
-
-    def end(self) -> str:
-        """Leave the mode whose turn it is; return the one before all."""
-        self._leave()
-        return self.before
-
-
-def _end_turns() -> str:
-    """End the turns; return the mode that was in force before them, "" where there were none."""
-    turns, State.turns = State.turns, None
-    return turns.end() if turns is not None else ""
+    session.graph_events = session.all_graph_events if clock == "auto" else None
+    session.start(timer, session.recorder, budget, session.control, recording=session.recording)
+    budget.set_state("off" if mode == "off" else "on")
+    session.recorder.set_state(budget.state)
 
 
 def _watch_costs(session: Any) -> None:
@@ -575,8 +346,6 @@ def _watch_costs(session: Any) -> None:
         session.original_flush()
         if count >= 8:
             State.costs.append(last[0] / count)
-            if State.turns is not None and count > State.turns.few:
-                State.turns.costs[State.turns.label].append(last[0] / count)
 
     recorder.add_host_cost, session.flush = add_host_cost, flush
 
