@@ -40,6 +40,8 @@ _UNKNOWN_STEPS = -1
 """Draft steps of a cycle, until the verify input or the worker says them."""
 FLUSH_RESULTS = 64
 """Results that are recorded together; the clock's pool holds some more cycles than that."""
+FLUSH_ROWS = 1024
+"""Fewer results, where they have so many rows: the server waits while they are recorded."""
 FLUSH_NS = 500_000_000
 """Results wait no longer than this while the server is busy, and not at all once it is idle."""
 
@@ -85,6 +87,7 @@ class Session:
         self._draft_step = 0
         self._error_counts: dict[str, int] = {}
         self._results: list[tuple[CycleRecord, RowsBefore, Sequence[int] | None]] = []
+        self._waiting_rows = 0
         self._appended = 0
         self._allocation_ns = 0
         self._spent_ns = 0
@@ -149,6 +152,8 @@ class Session:
         if recorder is not None:
             recorder.set_state(state)
             self.flush()
+        if not self.budget.counting and self.timer is not None:
+            self.timer.give_up()
         logger.warning("eagle-exporter: timing is %s", state)
 
     def do_not_wait(self) -> None:
@@ -777,12 +782,18 @@ class Session:
                     if drafts is None and not record.beside_prefill:
                         raise ValueError("a decode cycle brought no accept lengths")
                 self._results.append((record, rows, drafts))
+                self._waiting_rows += len(rows.live)
         finally:
             if record is not None and record.before is not None:
                 rows.forget_counters()
             self._spent_ns += perf_counter_ns() - begin + spent_ns
             # After the last answer of an offline script nothing more may run here: its Engine kills the scheduler.
-            if ended or begin > self._flush_at_ns or len(self._results) >= self._flush_results:
+            if (
+                ended
+                or begin > self._flush_at_ns
+                or len(self._results) >= self._flush_results
+                or self._waiting_rows >= FLUSH_ROWS
+            ):
                 self.flush()
 
     def _acceptance(self, record: CycleRecord, rows: RowsBefore, drafts: Sequence[int] | None) -> Acceptance:
@@ -806,7 +817,7 @@ class Session:
         timer, recorder = self.timer, self.recorder
         assert timer is not None
         assert recorder is not None
-        launch_ns = timer.timed_ns
+        launch_ns = timer.timed_ns + timer.prefill_ns
         if self._appended:
             if self.recording:
                 recorder.add_output_tokens(self._appended)
@@ -818,7 +829,7 @@ class Session:
             self.collect_draft_steps(final=False)
         except Exception:  # the counts wait behind it
             self.failed("draft_graph")
-        results, self._results = self._results, []
+        results, self._results, self._waiting_rows = self._results, [], 0
         for record, rows, drafts in results:
             try:
                 timer.take(record, self._acceptance(record, rows, drafts))
@@ -832,10 +843,11 @@ class Session:
         self._flush_at_ns = now + FLUSH_NS
         # Counting is not optional; what sampling and fuse can save is the timing.
         spent_ns = now - begin + launch_ns + timer.host_ns + self._spent_ns
-        timed_ns = timer.timed_ns
-        self._spent_ns = timer.host_ns = timer.timed_ns = 0
+        timed_ns, prefill_ns = timer.timed_ns, timer.prefill_ns
+        self._spent_ns = timer.host_ns = timer.timed_ns = timer.prefill_ns = 0
         recorder.add_host_cost(spent_ns * 1e-9)
-        self.budget.spent(timed_ns * 1e-9, (spent_ns - timed_ns) * 1e-9, len(results))
+        counting_ns = spent_ns - timed_ns - prefill_ns
+        self.budget.spent(timed_ns * 1e-9, counting_ns * 1e-9, len(results), prefills=prefill_ns * 1e-9)
         recorder.commit()
         if self.captures is not None:
             self.captures.poll(traffic=bool(results))

@@ -41,7 +41,7 @@ class Budget:
         self.on_change: Callable[[str], None] = lambda _state: None
         self._now = now
         self.countdown = 1
-        self._timed = 0
+        self._begun = self._timed = 0
         self._cycles = 0
         self._timing_cost = self._counting_cost = 0.0
         self._timed_seconds = 0.0
@@ -64,6 +64,7 @@ class Budget:
         if self.countdown > 0:
             return False
         self.countdown = self.sample_every
+        self._begun += 1
         return True
 
     def next_is_timed(self) -> bool:
@@ -75,26 +76,29 @@ class Budget:
         self._timed_seconds += seconds
         self._timed += 1
 
-    def spent(self, timing: float, counting: float, cycles: int) -> None:
+    def spent(self, timing: float, counting: float, cycles: int, *, prefills: float = 0.0) -> None:
         """Take what the hooks have cost since the last call; adjusts the sampling and blows the fuse.
 
         Args:
             timing: Seconds of host time that only timed cycles take.
             counting: Seconds of host time that every cycle takes.
-            cycles: Cycles that it was spent on, timed or not.
+            cycles: Results that it was spent on, of timed cycles or not.
+            prefills: Seconds of host time that timing prefills takes. Each is timed, so sampling cannot save it; the
+                fuse can.
         """
         self._timing_cost += timing
-        self._fuse_cost += timing
+        self._fuse_cost += timing + prefills
         if cycles:  # else it looked around while the server was idle
             self._counting_cost += counting
             self._cycles += cycles
-        if self._timed >= _ADJUST_CYCLES:
+        if self._begun >= _ADJUST_CYCLES:
+            # Of some the times may be missing, so that the cost and the times have each a number of their own.
             if self.automatic and self._timed_seconds > 0 and self._cycles > 0:
                 cycle = self._timed_seconds / self._timed
                 room = TARGET_SHARE * cycle - self._counting_cost / self._cycles
-                wanted = -(-self._timing_cost / self._timed // max(room, LEAST_TIMING_SHARE * cycle))
+                wanted = -(-self._timing_cost / self._begun // max(room, LEAST_TIMING_SHARE * cycle))
                 self.sample_every = max(1, min(MAX_SAMPLE_EVERY, int(wanted)))
-            self._timed = self._cycles = 0
+            self._begun = self._timed = self._cycles = 0
             self._timing_cost = self._counting_cost = self._timed_seconds = 0.0
         elapsed = self._now() - self._fuse_start
         if elapsed >= FUSE_SECONDS:
@@ -112,7 +116,7 @@ class Budget:
             self.set_state("fuse_errors")
 
     def _reset_windows(self) -> None:
-        self._timed = self._cycles = 0
+        self._begun = self._timed = self._cycles = 0
         self._timing_cost = self._counting_cost = self._timed_seconds = self._fuse_cost = 0.0
         self._fuse_start = self._now()
         self._errors.clear()

@@ -116,7 +116,7 @@ class HostClock(_PooledClock):
     name = "host"
     tells_host_bound = False
 
-    def __init__(self, slots: int = 72, marks: int = 64) -> None:
+    def __init__(self, slots: int = 80, marks: int = 64) -> None:
         """Make a pool of `slots` cycles of up to `marks` boundaries each."""
         super().__init__(slots, marks, [[] for _ in range(slots)])
 
@@ -157,7 +157,7 @@ class SyncClock(HostClock):
 
     name = "sync"
 
-    def __init__(self, slots: int = 72, marks: int = 64) -> None:
+    def __init__(self, slots: int = 80, marks: int = 64) -> None:
         """Make a pool of `slots` cycles of up to `marks` boundaries each."""
         super().__init__(slots, marks)
         import torch
@@ -182,7 +182,7 @@ class CudaEventClock(_PooledClock):
     name = "cuda_event"
     tells_host_bound = True
 
-    def __init__(self, slots: int = 72, marks: int = 40, *, cuda: Any = None) -> None:
+    def __init__(self, slots: int = 80, marks: int = 40, *, cuda: Any = None) -> None:
         """Make a pool of `slots` cycles of up to `marks` boundaries each.
 
         Args:
@@ -240,7 +240,7 @@ class CudaEventClock(_PooledClock):
 class DriverEventClock(CudaEventClock):
     """The same events, recorded and read by the CUDA driver itself: four times as fast while the GPU is busy."""
 
-    def __init__(self, driver: CudaDriver, slots: int = 72, marks: int = 40, *, cuda: Any = None) -> None:
+    def __init__(self, driver: CudaDriver, slots: int = 80, marks: int = 40, *, cuda: Any = None) -> None:
         """Make a pool of `slots` cycles of up to `marks` boundaries each.
 
         Args:

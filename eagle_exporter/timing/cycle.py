@@ -195,6 +195,7 @@ class CycleTimer:
         current: The timed cycle that is being launched; None most of the time, and then hooks do nothing.
         host_ns: Time spent in the timer in every cycle, nanoseconds; whoever accounts for it sets it back to 0.
         timed_ns: Time that only timed cycles take, nanoseconds, likewise.
+        prefill_ns: Time that timing prefills takes, nanoseconds, likewise.
         graph_mean: Draft steps run inside one CUDA graph: a step is the mean over the draft forwards.
         profiled: A kernel capture runs: what begins now is counted, and not timed.
         last_opened: The decode cycle launched last, timed or not.
@@ -206,7 +207,8 @@ class CycleTimer:
         self.recorder = recorder
         self.budget = budget
         self.current: CycleRecord | None = None
-        self.host_ns = self.timed_ns = 0
+        self.host_ns = self.timed_ns = self.prefill_ns = 0
+        self._timed_ns_before = 0
         self.graph_mean = False
         self.profiled = False
         self._pending: deque[CycleRecord] = deque()
@@ -269,7 +271,8 @@ class CycleTimer:
         self._pending.append(record)
         if self.budget.timing and not self.profiled:
             self._start(record, TARGET_VERIFY)
-        self.timed_ns += perf_counter_ns() - begin
+        self._timed_ns_before = self.timed_ns  # what its marks add is moved when it ends
+        self.prefill_ns += perf_counter_ns() - begin
         return record
 
     def _lose_oldest(self) -> None:
@@ -362,6 +365,9 @@ class CycleTimer:
             record.slot = self._marked_slot()
         self.current = None
         self.timed_ns += perf_counter_ns() - begin
+        if record.prefill:
+            self.prefill_ns += self.timed_ns - self._timed_ns_before
+            self.timed_ns = self._timed_ns_before
 
     def fail(self, record: CycleRecord | None = None) -> None:
         """Give up the times of a cycle in which a hook failed; what it accepted still counts."""
@@ -380,6 +386,13 @@ class CycleTimer:
         if self.last_opened is record:
             self.last_opened = None
         self.interrupt()
+
+    def give_up(self) -> None:
+        """Forget the cycles whose results have not come: they will pass unseen."""
+        for record in self._pending:
+            record.before = None  # it holds SGLang's requests
+        while self._pending:
+            self._lose_oldest()
 
     def interrupt(self) -> None:
         """The scheduler did something else: the next cycle does not follow the last one."""
@@ -437,7 +450,11 @@ class CycleTimer:
                         times = self._times(record)
                     except Exception as caught:
                         error = caught
-                    self.timed_ns += perf_counter_ns() - begin
+                    spent = perf_counter_ns() - begin
+                    if record.prefill:
+                        self.prefill_ns += spent
+                    else:
+                        self.timed_ns += spent
                 if slot is not None or self._held is not None:  # most cycles have nothing to let go
                     try:
                         self._let_go(record, acceptance)

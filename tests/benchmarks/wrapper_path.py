@@ -63,7 +63,7 @@ def prepared(
         recorder = make_recorder(directory, make_plan(tiers=(engine.speculative_num_steps,), clock="host"))
         budget = Budget(sample_every)
         if not fuse:
-            budget.spent = lambda *_: None  # type: ignore[method-assign]
+            budget.spent = lambda *_, **__: None  # type: ignore[method-assign]
         session.start(CycleTimer(HostClock(), recorder, budget), recorder, budget, Control(directory), recording=True)
 
     def run() -> None:

@@ -24,16 +24,26 @@ def time() -> Time:
     return Time()
 
 
-def run(budget: Budget, time: Time, cycles: int, *, cycle: float, timed_cost: float, other_cost: float = 0.0) -> int:
+def run(
+    budget: Budget,
+    time: Time,
+    cycles: int,
+    *,
+    cycle: float,
+    timed_cost: float,
+    other_cost: float = 0.0,
+    prefills: float = 0.0,
+    times_every: int = 1,
+) -> int:
     """Run cycles as the hooks do; return how many were timed."""
     timed = 0
     for _ in range(cycles):
         is_timed = budget.time_this_cycle()
         timed += is_timed
         time.seconds += cycle
-        if is_timed:
+        if is_timed and timed % times_every == 0:
             budget.cycle_took(cycle)
-        budget.spent(timed_cost if is_timed else 0.0, other_cost, 1)
+        budget.spent(timed_cost if is_timed else 0.0, other_cost, 1, prefills=prefills)
     return timed
 
 
@@ -86,6 +96,28 @@ def test_where_counting_alone_takes_the_promised_share_timing_takes_a_tenth_of_i
     share = timed * 60e-6 / (20_000 * 0.002)
     assert 0.9 * module.LEAST_TIMING_SHARE <= share <= module.LEAST_TIMING_SHARE
     assert pytest.approx(0.1 * module.TARGET_SHARE) == module.LEAST_TIMING_SHARE
+
+
+def test_prefills_which_are_timed_each_change_no_sampling_and_count_for_the_fuse(time: Time) -> None:
+    """Were they a cost of the timed cycles, each step to fewer of those would make the next one."""
+    without, beside = Budget(None, now=time), Budget(None, now=time)
+    run(without, time, 20_000, cycle=0.005, timed_cost=80e-6, other_cost=15e-6)
+    run(beside, time, 20_000, cycle=0.005, timed_cost=80e-6, other_cost=15e-6, prefills=25e-6)
+    assert beside.sample_every == without.sample_every > 1
+    assert beside.state == "on"
+    run(beside, time, 20_000, cycle=0.005, timed_cost=0.0, prefills=0.021 * 0.005)
+    assert beside.state == "fuse_cost"
+
+
+def test_timed_cycles_without_times_make_the_others_no_dearer(time: Time) -> None:
+    whole, some, none = (Budget(None, now=time) for _ in range(3))
+    run(whole, time, 20_000, cycle=0.005, timed_cost=80e-6)
+    run(some, time, 20_000, cycle=0.005, timed_cost=80e-6, times_every=4)
+    run(none, time, 5_000, cycle=0.005, timed_cost=80e-6, times_every=10**9)
+    assert some.sample_every == whole.sample_every > 1
+    assert none.sample_every == 1, "nobody knows how long its cycles are"
+    run(none, time, 20_000, cycle=0.005, timed_cost=80e-6)
+    assert none.sample_every == whole.sample_every
 
 
 def test_what_an_idle_server_costs_is_no_cost_of_its_cycles(time: Time) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -583,9 +584,43 @@ def test_while_timing_is_off_nothing_is_marked_and_acceptance_goes_on(bench: Ben
     assert bench.gaps()[0] == 0
 
 
-def test_host_time_of_the_timer_is_accounted(bench: Bench) -> None:
-    bench.cycle()
-    assert bench.timer.host_ns > 0
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each look at the time cost a nanosecond, and nothing else."""
+    monkeypatch.setattr(kinds, "perf_counter_ns", itertools.count().__next__)
+
+
+@pytest.mark.usefixtures("steps")
+def test_host_time_is_told_apart_by_what_it_was_spent_on(bench: Bench) -> None:
+    timer = bench.timer
+
+    def spent() -> tuple[int, int, int]:
+        taken = timer.host_ns, timer.timed_ns, timer.prefill_ns
+        timer.host_ns = timer.timed_ns = timer.prefill_ns = 0
+        return taken
+
+    record = timer.open(1, 3, 4)
+    assert spent() == (1, 2, 0), "its own event is looked at too"
+    timer.mark(kinds.TARGET_VERIFY)
+    assert spent() == (0, 1, 0)
+    timer.close(record)
+    assert spent() == (0, 1, 0)
+    timer.complete(record, ACCEPTED)
+    assert spent() == (0, 1, 0)
+
+    bench.budget.set_state("fuse_cost")
+    record = timer.open(1, 3, 4)
+    timer.close(record)
+    timer.complete(record, ACCEPTED)
+    assert spent() == (1, 0, 0), "it is not timed"
+
+    bench.budget.set_state("on")
+    timer.timed_ns = 40  # of a timed cycle before it
+    record = timer.open_prefill()
+    timer.mark(kinds.DRAFT_EXTEND)
+    timer.close(record)
+    timer.complete(record, Acceptance())
+    assert spent() == (0, 40, 2 + 1 + 1 + 1)
 
 
 EVENTS = st.lists(

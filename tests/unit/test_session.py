@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import gc
+import inspect
+import itertools
 import logging
 import math
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter_ns
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -13,10 +18,11 @@ import pytest
 
 from eagle_exporter import catalogue, control
 from eagle_exporter.control import Control
-from eagle_exporter.hooks import points
-from eagle_exporter.hooks.session import FLUSH_RESULTS, LOOK_EVERY, RECORD, Session
+from eagle_exporter.hooks import points, session
+from eagle_exporter.hooks.session import FLUSH_NS, FLUSH_RESULTS, FLUSH_ROWS, LOOK_EVERY, RECORD, Session
+from eagle_exporter.timing import cycle
 from eagle_exporter.timing.budget import FUSE_ERRORS, Budget
-from eagle_exporter.timing.clocks import HostClock
+from eagle_exporter.timing.clocks import CudaEventClock, DriverEventClock, HostClock, SyncClock
 from eagle_exporter.timing.cycle import CycleTimer
 from tests.ranks import make_plan
 from tests.unit.doubles import HandClock, Observed, histogram, make_recorder, value
@@ -808,20 +814,121 @@ def test_switching_off_records_what_waits(patient: Rig) -> None:
     assert published(patient) == 3
 
 
-def test_waiting_results_never_exhaust_the_clocks_pool(tmp_path: Path) -> None:
-    """The pool that the real clocks have by default; two cycles in flight, one kept for its end, the rest waits."""
+@pytest.mark.parametrize("in_flight", [2, 8])
+@pytest.mark.parametrize("clock", [HostClock, SyncClock, CudaEventClock, DriverEventClock])
+def test_waiting_results_never_exhaust_the_clocks_pool(tmp_path: Path, clock: type, in_flight: int) -> None:
+    """The pool that a real clock has by default; cycles in flight, one kept for its end, the rest waits."""
     rig = Rig(tmp_path)
-    rig.clock = rig.engine.clock = HandClock(len(HostClock()._free), 64)
+    slots = inspect.signature(clock).parameters["slots"].default
+    rig.clock = rig.engine.clock = HandClock(slots, 64)
     rig.start()
     rig.session._flush_at_ns = 2**63
     engine, flying = rig.engine, []
     for _ in range(5 * FLUSH_RESULTS):
         current = batch()
         flying.append((current, engine.generate(engine, current)))
-        if len(flying) > 2:
+        if len(flying) > in_flight:
             engine.process(engine, *flying.pop(0))
-    assert rig.value("eagle_cycles_dropped_total", "pool_exhausted") == 0
-    assert rig.value("eagle_cycles_dropped_total", "not_complete") == 0
+    assert rig.value("eagle_cycles_total") == 5 * FLUSH_RESULTS - in_flight
+    assert sum(rig.value("eagle_cycles_dropped_total", reason) for reason in catalogue.DROPPED_REASONS) == 0
+
+
+def test_results_of_many_rows_are_recorded_sooner(patient: Rig) -> None:
+    """The server waits while they are recorded."""
+    requests = [Request(rid=str(row)) for row in range(FLUSH_ROWS // 4)]
+    for count in range(9):
+        assert published(patient) == count // 4 * 4
+        patient.engine.cycle(batch(*requests))
+
+
+def test_after_results_were_recorded_the_next_ones_wait_again(patient: Rig) -> None:
+    patient.session._flush_at_ns = 0
+    patient.engine.cycle(batch())
+    assert published(patient) == 1
+    assert 0 < patient.session._flush_at_ns - perf_counter_ns() <= FLUSH_NS < 1_000_000_000
+    patient.session._flush_at_ns += 10**12
+    patient.engine.cycle(batch())
+    assert published(patient) == 1
+
+
+def test_a_result_that_waits_holds_none_of_its_requests(patient: Rig) -> None:
+    request = Request()
+    alive = weakref.ref(request)
+    patient.engine.cycle(batch(request))
+    del request
+    gc.collect()
+    assert published(patient) == 0
+    assert alive() is None
+
+
+def test_the_host_time_of_allocations_is_the_sum_of_them_once(rig: Rig) -> None:
+    rig.session.note_kv_allocation(3_000)
+    rig.session.note_kv_allocation(4_000)
+    assert rig.value("eagle_kv_allocation_host_seconds_total") == pytest.approx(7e-6)
+    assert rig.value("eagle_kv_allocation_host_seconds_total") == pytest.approx(7e-6)
+
+
+class Spending(Budget):
+    """Keeps what it is told."""
+
+    def spent(self, timing: float, counting: float, cycles: int, *, prefills: float = 0.0) -> None:
+        self.told = (timing, counting, cycles, prefills)
+
+
+def test_the_budget_is_told_what_timing_counting_and_prefills_have_cost(patient: Rig) -> None:
+    budget = patient.budget = Spending(1)
+    patient.start()
+    patient.flush()
+    told: list[tuple[float, float, int, float]] = []
+    total = patient.value("eagle_hook_host_seconds_total")
+    for mode in ("decode", "decode", "extend", "none"):
+        patient.session._flush_at_ns = 2**63
+        budget.countdown = 1 if len(told) == 0 else 1 << 62
+        for _ in range(0 if mode == "none" else 3):
+            patient.engine.cycle(batch(mode=mode))
+        patient.session.flush()
+        told.append(budget.told)
+        now = value(patient.recorder, "eagle_hook_host_seconds_total")
+        timing, counting, _, prefills = budget.told
+        assert timing + counting + prefills == pytest.approx(now - total)
+        total = now
+    (timed, counted, prefilled, nothing) = told
+    assert [each[2] for each in told] == [3, 3, 3, 0]
+    assert min(timed[:2]) > 0, "cycles that are timed"
+    assert counted[0] == 0 < counted[1], "cycles that are not"
+    assert prefilled[0] == 0 < min(prefilled[1], prefilled[3]), "prefills"
+    assert timed[3] == counted[3] == 0
+    assert nothing[0] == nothing[3] == 0, "each cost is told once"
+
+
+def test_all_that_was_spent_is_in_the_host_time(patient: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = itertools.count().__next__
+    for module in (cycle, session):
+        monkeypatch.setattr(module, "perf_counter_ns", now)
+    patient.flush()
+    before = value(patient.recorder, "eagle_hook_host_seconds_total")
+    patient.session._flush_at_ns = 2**63
+    for mode in ("decode", "extend", "extend", "extend"):
+        patient.engine.cycle(batch(mode=mode))
+    timer = patient.session.timer
+    assert timer is not None
+    waiting = timer.host_ns + timer.timed_ns + timer.prefill_ns + patient.session._spent_ns
+    patient.session.flush()
+    # It looks at the time as it begins and ends, and around the reading of each times.
+    assert value(patient.recorder, "eagle_hook_host_seconds_total") - before == pytest.approx(
+        (waiting + 1 + 4 * 2) * 1e-9
+    )
+
+
+def test_the_gap_before_a_timed_cycle_is_known_where_the_one_before_it_is_not_timed(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.budget = Budget(3, now=lambda: rig.clock.now)
+    rig.start()
+    for _ in range(10):
+        rig.engine.cycle(batch())
+        rig.clock.advance(0.007)
+    assert rig.histogram("eagle_cycle_duration_seconds")[0] == 4
+    assert rig.histogram("eagle_cycle_gap_seconds") == (3, pytest.approx(3 * 0.007))
 
 
 def test_a_cycle_whose_times_cannot_be_read_costs_the_others_nothing(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -221,6 +223,27 @@ def test_the_parts_of_a_v1_cycle_leave_out_what_was_freed(rig: Rig) -> None:
     assert rig.value("eagle_verify_overhead_part_seconds_total", "tree_build") == pytest.approx(0.0005)
     assert rig.value("eagle_verify_overhead_part_seconds_total", "sample_accept") == pytest.approx(0.0007 + 0.0004)
     assert rig.value("eagle_verify_overhead_sampled_cycles_total") == 1
+
+
+def test_a_v1_result_that_waits_holds_none_of_its_requests(rig: Rig) -> None:
+    rig.session._flush_at_ns = 2**63
+    one = request()
+    alive = weakref.ref(one)
+    rig.engine.cycle(batch(one))
+    del one
+    gc.collect()
+    assert value(rig.recorder, "eagle_cycles_total") == 0
+    assert alive() is None
+
+
+def test_a_cycle_in_flight_when_the_hooks_are_switched_off_holds_none_of_its_requests(rig: Rig) -> None:
+    one = request()
+    alive = weakref.ref(one)
+    rig.engine.generate(rig.engine, batch(one))
+    rig.budget.set_state("off")
+    del one
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["0.5.6", "0.5.12"])

@@ -316,7 +316,7 @@ def _set_mode(mode: str, session: Any, hooks: Any, scheduler: Any) -> None:
     if mode == "auto":
         State.automatic = budget
     if sample_every == 1:
-        budget.spent = lambda *_: None  # type: ignore[method-assign]  # a measurement of the cost must not be ended by the fuse
+        budget.spent = lambda *_, **__: None  # type: ignore[method-assign]  # a measurement of the cost must not be ended by the fuse
     _watch_costs(session)
     previous = session.timer
     timer = CycleTimer(make_clock(clock), session.recorder, budget)
