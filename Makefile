@@ -49,7 +49,7 @@ test: environment-test lint
 
 soak: environment-test lint
 	@$(ENVIRONMENT) --require victoria-metrics $(addprefix sglang==,$(SGLANG_SOAKED))
-	EAGLE_EXPORTER_SOAK=1 $(DEV)/pytest $(PYTEST_ARGS)
+	EAGLE_EXPORTER_SOAK=1 $(DEV)/pytest --timeout=3600 $(PYTEST_ARGS)
 
 clean:
 	rm -rf .venvs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
