@@ -120,6 +120,21 @@ def same_everywhere(recorder: RankRecorder, before: Sequence[float]) -> bool:
     return all(old == new or (math.isnan(old) and math.isnan(new)) for old, new in zip(before, now, strict=False))
 
 
+def open_descriptors() -> set[str]:
+    """Return what this process has open: number and target of each descriptor.
+
+    A leak is one that was not there before. That there are fewer than before is none: the garbage collector closes
+    what earlier tests left.
+    """
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+        except FileNotFoundError:  # the listing's own
+            continue
+    return found
+
+
 def as_nobody(function: Callable[[], str]) -> str:
     """Return what `function` returns in a forked process of a user without rights.
 
